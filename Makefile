@@ -1,0 +1,62 @@
+# make test    a virtual environment, the test dependencies, ruff and the CPU tests
+# make demo    the same environment, then the demo (minutes; picture and numbers in demo_out/)
+# make lint    ruff alone
+# make clean   removes the environment and everything built
+#
+#   make test PYTHON=python3.12           another interpreter
+#   make test TORCH=torch==2.11.0         another PyTorch
+#   make test PYTEST_ARGS="-k match -x"   some of the tests
+#   make demo DEMO_ARGS="--device cuda"   options of the demo (python -m flce_inductor.demo --help)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+export PIP_NO_INPUT := 1
+
+# Stamps: an environment is brought up to date only when what it was built from has changed.
+TORCH_STAMP := $(VENV)/.stamp-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
+
+.PHONY: help test demo lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# PyTorch by itself and pinned, before the package: the package's own requirement is a range, and a bare range would let
+# pip fetch whichever build of the newest version comes first, CUDA libraries included. Changing TORCH changes the
+# stamp's name; the old stamps go, so that changing it back installs again.
+$(TORCH_STAMP): | $(BIN)/python
+	$(PIP) $(TORCH)
+	rm -f $(VENV)/.stamp-*
+	touch $@
+
+$(VENV)/.stamp-test: pyproject.toml $(TORCH_STAMP)
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/.stamp-demo: pyproject.toml $(TORCH_STAMP)
+	$(PIP) -e '.[demo]'
+	touch $@
+
+test: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)
+
+lint: $(VENV)/.stamp-test
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache demo_out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

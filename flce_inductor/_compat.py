@@ -1,0 +1,111 @@
+"""Every use of a private torch API whose shape differs between torch 2.11 and 2.15, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._config_module import _UNSET_SENTINEL, SubConfigProxy, _Config, _ConfigEntry
+
+__all__ = ["CustomGraphPass", "chain_passes", "inductor_patches", "install_config", "iter_passes"]
+
+
+class _CheckedVar:
+    """Stands in for the ContextVar that holds a key's value from torch 2.13 on, and checks what is set."""
+
+    def __init__(self, var: Any, check: Callable[[object], None]):
+        self._var, self._check = var, check
+
+    def get(self) -> object:
+        return self._var.get()
+
+    def set(self, value: object) -> Any:
+        if value is not _UNSET_SENTINEL:
+            self._check(value)
+        return self._var.set(value)
+
+
+class _CheckedEntry(_ConfigEntry):
+    """A key of torch._inductor.config that refuses a wrong value at the moment it is set or patched."""
+
+    def __init__(self, default: object, value_type: Any, name: str, check: Callable[[object], None]):
+        config = _Config(default=default, value_type=value_type)
+        if "name" in inspect.signature(_ConfigEntry.__init__).parameters:  # 2.13 and later
+            super().__init__(config, name)
+            self.user_override = _CheckedVar(self.user_override, check)
+        else:
+            super().__init__(config)
+            self._check = check
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # torch 2.11 stores the value itself in the entry
+        if name == "user_override" and "_check" in self.__dict__ and value is not _UNSET_SENTINEL:
+            self._check(value)
+        super().__setattr__(name, value)
+
+
+def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[object], None]]]) -> None:
+    """Graft keys `prefix.name` onto torch._inductor.config.
+
+    entries: name -> (type, default, check), where check raises ValueError for a value that is not allowed.
+    Grafted keys behave as Inductor's own: attribute access, patch, torch.compile(options=), cache keys.
+    """
+    for key, (value_type, default, check) in entries.items():
+        name = f"{prefix}.{key}"
+        if name not in inductor_config._config:
+            inductor_config._config[name] = _CheckedEntry(default, value_type, name, check)
+    inductor_config.__dict__.setdefault(prefix, SubConfigProxy(inductor_config, f"{prefix}."))
+    if hasattr(inductor_config, "_hash_dirty_var"):  # 2.13 and later
+        inductor_config._hash_dirty_var.set(True)
+        inductor_config._get_dict_dirty_keys_var.set(None)
+    else:
+        inductor_config._is_dirty = True
+
+
+class _Chain(CustomGraphPass):
+    """Two custom passes one after the other, for torch 2.11, whose hooks take a single pass."""
+
+    def __init__(self, first: Callable[[torch.fx.Graph], None], second: CustomGraphPass):
+        self.passes = (first, second)
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for custom_pass in self.passes:
+            custom_pass(graph)
+
+    def uuid(self) -> Any:
+        # a pass without an identifier of its own keeps the graph out of the cache, as it does alone
+        ids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
+        return None if None in ids else ids
+
+
+def iter_passes(current: Any) -> tuple[Any, ...]:
+    """The passes in the value of a *_custom_pass key: None, one pass, a list of them, or a _Chain."""
+    if current is None:
+        return ()
+    if isinstance(current, _Chain):
+        return current.passes
+    if isinstance(current, (list, tuple)):
+        return tuple(current)
+    return (current,)
+
+
+def chain_passes(current: Any, ours: CustomGraphPass) -> Any:
+    """The value for a *_custom_pass key that runs what is there, then ours (once)."""
+    theirs = [p for p in iter_passes(current) if type(p) is not type(ours)]
+    if not theirs:
+        return ours
+    if hasattr(torch._inductor.custom_graph_pass, "get_custom_graph_passes"):  # 2.13 and later take lists
+        return [*theirs, ours]
+    chained: Any = theirs[0]
+    for custom_pass in [*theirs[1:], ours]:
+        chained = _Chain(chained, custom_pass)
+    return chained
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """The config patches that torch.compile(mode=, options=) gives stock Inductor, with its checks."""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)

@@ -1,0 +1,82 @@
+"""The keys, grafted onto torch._inductor.config as torch._inductor.config.flce_inductor.*
+
+| key | default | meaning |
+|---|---|---|
+| enable | False | rewrite (the backend "flce_inductor" sets it for the graphs it compiles) |
+| chunk_size | None | rows per chunk, exactly; None: chosen from the device and the shape (chunking.py) |
+| max_slab_bytes | None | cap on the slab, the one buffer of chunk_size x V logits; None: device memory / 128 |
+| accum_dtype | "auto" | dtype the weight gradient accumulates in: "param", "float32", or "auto" (see ops.py) |
+| min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
+
+A wrong value raises ValueError that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional
+
+import torch._inductor.config as inductor_config
+
+from . import _compat
+
+PREFIX = "flce_inductor"
+ACCUM_DTYPES = ("auto", "param", "float32")
+
+
+def check_accum_dtype(value: object, name: str = f"{PREFIX}.accum_dtype") -> None:
+    """Raise ValueError unless value is one of ACCUM_DTYPES."""
+    if value not in ACCUM_DTYPES or not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, ACCUM_DTYPES))}")
+
+
+def check_count(value: object, name: str, *, least: int = 1, optional: bool = True) -> None:
+    """Raise ValueError unless value is an int >= least (not a bool), or None where optional."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        allowed = f"an int of at least {least}" + (" or None" if optional else "")
+        raise ValueError(f"{name}={value!r}: allowed is {allowed}")
+
+
+def _check_bool(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{PREFIX}.enable={value!r}: allowed are True and False")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The keys' values at one moment."""
+
+    enable: bool = False
+    chunk_size: int | None = None
+    max_slab_bytes: int | None = None
+    accum_dtype: str = "auto"
+    min_logits_bytes: int = 64 << 20
+
+
+def current() -> Settings:
+    """The values in force in this thread (from torch 2.13 on Inductor's keys are per thread)."""
+    keys = getattr(inductor_config, PREFIX)
+    return Settings(**{field.name: getattr(keys, field.name) for field in dataclasses.fields(Settings)})
+
+
+def install() -> None:
+    """Graft the keys; done once, when the package is imported."""
+    defaults = Settings()
+    # typing.Optional and not `int | None`: torch.compile(options=) reads the type's __args__ on every version
+    optional_int = Optional[int]  # noqa: UP045
+    _compat.install_config(
+        PREFIX,
+        {
+            "enable": (bool, defaults.enable, _check_bool),
+            "chunk_size": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.chunk_size")),
+            "max_slab_bytes": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.max_slab_bytes")),
+            "accum_dtype": (str, defaults.accum_dtype, check_accum_dtype),
+            "min_logits_bytes": (
+                int,
+                defaults.min_logits_bytes,
+                lambda v: check_count(v, f"{PREFIX}.min_logits_bytes", least=0, optional=False),
+            ),
+        },
+    )

@@ -1,0 +1,232 @@
+"""The report: what was found, what became of it, and why.
+
+Every decision of match/ and hoist.py is recorded here: counted, logged on the logger "flce_inductor"
+(TORCH_LOGS="+flce_inductor"), and collected by explain().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+log = logging.getLogger("flce_inductor")
+
+
+class Reason(enum.Enum):
+    """Why a site was left alone, or takes the recompute path. Each text says what to change."""
+
+    # match: the graph was left exactly as it was
+    NO_HEAD = (
+        "the logits do not come from a linear or matmul in this graph",
+        "compile the head and the loss in one function without a graph break between them",
+    )
+    LINK = (
+        "an operation between the head and the loss is not known to keep rows apart",
+        "move it out of the path from the head to the loss, or report the spelling",
+    )
+    READER = (
+        "something else reads the logits, so they must exist",
+        "compute it from the hidden states outside the training step, or do not ask for it while training",
+    )
+    RETURNED = (
+        "the logits are returned from the compiled function, so they must exist",
+        "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss)",
+    )
+    CLASS_PROBABILITIES = (
+        "the target holds class probabilities, not class indices",
+        "only labels (int64 indices) are rewritten; keep stock compile for soft targets",
+    )
+    TARGET_DTYPE = (
+        "the labels are not int64",
+        "pass labels.long()",
+    )
+    LEGACY_REDUCTION = (
+        "the deprecated arguments size_average or reduce are used",
+        'pass reduction="mean", "sum" or "none" instead',
+    )
+    CLASS_WEIGHT = ("cross_entropy is called with a class weight, which is not supported yet", "keep stock compile")
+    LABEL_SMOOTHING = ("cross_entropy is called with label smoothing, which is not supported yet", "keep stock compile")
+    LOGITS_SHAPE = (
+        "the logits are not [N, V] where they meet the loss",
+        "flatten to cross_entropy(logits.view(-1, V), labels.view(-1))",
+    )
+    SUBCLASS = (
+        "a tensor subclass (such as DTensor) takes part",
+        "compile on plain tensors, or keep stock compile",
+    )
+    DTYPE = (
+        "the dtypes of the hidden states, weight and bias are not a combination that the ops take",
+        "use one floating dtype, or float32 parameters with 16-bit hidden states (autocast)",
+    )
+    NO_GRAD_HEAD = (
+        "the head runs without gradients while the loss has them",
+        "compute the head and the loss under the same grad mode",
+    )
+    MUTATION = (
+        "the hidden states, the weight or the logits are changed in place between the head and the loss",
+        "use the out-of-place operation",
+    )
+    TOO_SMALL = (
+        "the logits are smaller than flce_inductor.min_logits_bytes, so there is nothing to gain",
+        "lower flce_inductor.min_logits_bytes to rewrite it all the same",
+    )
+    UNKNOWN_SHAPE = (
+        "the graph does not say the shape or dtype of a tensor that takes part",
+        "report the spelling",
+    )
+
+    # hoist: rewritten, but forward and backward both compute the logits (8 NVH instead of 6)
+    NO_BACKWARD = ("no gradient reaches this loss in the graph", "nothing to do for inference")
+    TWO_BACKWARDS = (
+        "the loss is differentiated more than once in the graph",
+        "sum the losses and differentiate once",
+    )
+    TANGENTS = (
+        "its cotangent depends on more than one incoming gradient",
+        "return one loss from the compiled function",
+    )
+    VECTOR_TANGENT = (
+        "the incoming gradient is not one number: the per-token loss leaves the compiled function",
+        "reduce the loss to one number inside the compiled function",
+    )
+    NOT_LINEAR = (
+        "its cotangent is not the incoming gradient times something known in the forward",
+        "nothing is wrong; a loss that is linear in the per-token losses would save a quarter of the work",
+    )
+    OWN_OUTPUT = (
+        "its cotangent depends on the loss itself",
+        "nothing is wrong; per-token weights known up front would save a quarter of the work",
+    )
+    SHARED_WEIGHT = (
+        "another loss over the same weight already holds a weight gradient until the backward",
+        "sum the losses into one incoming gradient",
+    )
+
+    @property
+    def text(self) -> str:
+        return self.value[0]
+
+    @property
+    def advice(self) -> str:
+        return self.value[1]
+
+
+def _count(key: str) -> None:
+    from torch._dynamo.utils import counters  # importing Dynamo takes a second
+
+    counters["inductor"][key] += 1
+
+
+def where(node: torch.fx.Node) -> str:
+    """The user's file:line of a node: the innermost frame of its stack that isn't torch's own."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = os.path.dirname(torch.__file__) + os.sep
+    outside = [frame for frame in frames if not frame[0].startswith(own)]
+    return ":".join((outside or frames or [("unknown place", "0")])[-1])
+
+
+@dataclasses.dataclass
+class Site:
+    """One loss that was found in a graph."""
+
+    where: str  # file:line in the user's code
+    loss: str  # what was found, e.g. "cross_entropy(mean)"
+    reason: Reason | None = None  # None: rewritten
+    detail: str = ""
+    N: str = "?"
+    H: str = "?"
+    V: str = "?"
+    dtype: str = "?"
+    chunk_size: int | None = None
+    logits_bytes: int | None = None  # None: unknown until run time (dynamic N)
+    one_pass: bool | None = None  # None: not known (no backward seen)
+    pass_reason: Reason | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
+        if self.reason is not None:
+            lines.append(f"    because {self.reason.text}" + (f" ({self.detail})" if self.detail else ""))
+            lines.append(f"    to change that: {self.reason.advice}")
+            return "\n".join(lines)
+        size = "N x V" if self.logits_bytes is None else f"{self.logits_bytes / 2**20:.0f} MiB"
+        lines.append(f"    N={self.N} H={self.H} V={self.V} {self.dtype}, {self.chunk_size} rows a chunk")
+        lines.append(f"    {size} of logits never exist")
+        if self.one_pass:
+            lines.append("    gradients are computed in the forward (6 NVH)")
+        elif self.pass_reason not in (None, Reason.NO_BACKWARD):
+            lines.append(f"    the backward computes the logits again (8 NVH) because {self.pass_reason.text}")
+            lines.append(f"    to change that: {self.pass_reason.advice}")
+        return "\n".join(lines)
+
+
+_collectors: list[list[Site]] = []
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Site]]:
+    """Collect the sites that are decided on while the context is open."""
+    sites: list[Site] = []
+    _collectors.append(sites)
+    try:
+        yield sites
+    finally:
+        _collectors.remove(sites)
+
+
+def record(site: Site) -> None:
+    """A decision of match/."""
+    _count("flce_rewritten" if site.reason is None else "flce_refused")
+    log.info("%s", site)
+    for sites in _collectors:
+        sites.append(site)
+
+
+def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:
+    """A decision of hoist.py about the row_stats node: reason None means that it was hoisted."""
+    _count("flce_hoisted" if reason is None else "flce_recomputed")
+    place = where(node)
+    if reason is None:
+        log.info("%s: gradients are computed in the forward", place)
+    else:
+        log.info("%s: not in one pass: %s%s", place, reason.text, f" ({detail})" if detail else "")
+    for sites in _collectors:
+        for site in sites:
+            if site.where == place and site.reason is None:
+                site.one_pass, site.pass_reason = reason is None, reason
+
+
+class Report(list[Site]):
+    """The sites of a function, printable."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "flce_inductor: no loss found in the compiled graphs"
+        rewritten = sum(site.reason is None for site in self)
+        return "\n".join([f"flce_inductor: {len(self)} losses found, {rewritten} rewritten", *map(str, self)])
+
+
+def explain(fn: Callable, *args, **kwargs) -> Report:
+    """Say for every loss in fn what the rewrite does with it, and why not where it doesn't.
+
+    fn is traced by torch.compile and run once on the arguments, in eager mode: no kernel is compiled.
+
+    Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
+    N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
+    pass.
+    """
+    from .backend import tracing_backend
+
+    torch._dynamo.reset()
+    try:
+        with collect() as sites:
+            torch.compile(fn, backend=tracing_backend)(*args, **kwargs)
+    finally:
+        torch._dynamo.reset()
+    return Report(sites)
