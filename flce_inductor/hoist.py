@@ -56,7 +56,7 @@ _FIRST = (
     aten.div.Scalar,
     aten.div.Tensor,
     aten.expand.default,
-    aten.flip.default,
+    prims.rev.default,
     aten.gather.default,
     aten.index.Tensor,
     aten.index_select.default,

@@ -1,0 +1,134 @@
+"""Time and peak memory of forward + backward of mean cross entropy over a linear head, side by side.
+
+    python -m benchmarks.flce --shapes 8192x4096x128256 --providers eager,compile,ours --chunk-sizes 1024,2048
+
+One JSON line per measurement. Before anything is timed, loss and gradients are compared with eager in float32 on a
+part of the rows (a correctness gate); providers are timed interleaved; peak+ is the peak allocation above what was
+allocated before the step, and so includes dh and dweight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import flce_inductor
+
+
+def loss_fn(h: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What users write: h [N, H], weight [V, H], target [N]."""
+    return F.cross_entropy(F.linear(h, weight), target)
+
+
+def providers(names: list[str], chunk_sizes: list[int]) -> dict:
+    """Callables (h, weight, target) -> loss."""
+    made = {}
+    for name in names:
+        if name == "eager":
+            made[name] = loss_fn
+        elif name == "compile":
+            made[name] = torch.compile(loss_fn)
+        elif name == "ours":
+            made["ours C=auto"] = torch.compile(loss_fn, backend="flce_inductor")
+            for rows in chunk_sizes:
+                options = {"flce_inductor.chunk_size": rows}
+                made[f"ours C={rows}"] = torch.compile(loss_fn, backend="flce_inductor", options=options)
+        elif name == "explicit":
+            for rows in chunk_sizes:
+                made[f"explicit C={rows}"] = lambda h, w, t, rows=rows: flce_inductor.linear_cross_entropy(
+                    h, w, t, chunk_size=rows
+                )
+    return made
+
+
+def gate(fn, h: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
+    """Relative errors of the loss, dh and dweight against float32 eager on the first 512 rows."""
+    h, target = h[:512].detach(), target[:512]
+    grads = []
+    for run, dtype in ((loss_fn, torch.float32), (fn, h.dtype)):
+        x, w = h.to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
+        loss = run(x, w, target)
+        loss.backward()
+        grads.append([loss.detach().float(), x.grad.float(), w.grad.float()])
+    errors = [float((b - a).norm() / a.norm()) for a, b in zip(*grads, strict=True)]
+    return dict(zip(("loss_err", "dh_err", "dweight_err"), errors, strict=True))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; exit status 1 when a provider fails the gate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="8192x4096x128256", help="NxHxV, separated by commas")
+    parser.add_argument("--providers", default="eager,compile,ours")
+    parser.add_argument("--chunk-sizes", default="1024,2048")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=8)
+    args = parser.parse_args(argv)
+    dtype, device = getattr(torch, args.dtype), "cuda"
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": args.dtype,
+    }
+    tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
+    failed = False
+    for shape in args.shapes.split(","):
+        N, H, V = map(int, shape.split("x"))
+        torch.manual_seed(0)
+        h = torch.randn(N, H, device=device, dtype=dtype, requires_grad=True)
+        weight = (torch.randn(V, H, device=device) * H**-0.5).to(dtype).requires_grad_()
+        target = torch.randint(V, (N,), device=device)
+        torch._dynamo.reset()
+        rows = {}
+        contenders = providers(args.providers.split(","), list(map(int, args.chunk_sizes.split(","))))
+        for name, fn in contenders.items():
+            errors = gate(fn, h, weight, target)
+            passed = all(error < tolerance for error in errors.values())
+            failed |= not passed
+            rows[name] = {"provider": name, "N": N, "H": H, "V": V, **about, **errors, "gate": passed}
+        torch._dynamo.reset()  # what is timed is compiled for its own shape
+        for name, fn in contenders.items():
+
+            def step(fn=fn):
+                h.grad = weight.grad = None
+                fn(h, weight, target).backward()
+
+            rows[name]["step"] = step
+            for _ in range(3):
+                step()
+            h.grad = weight.grad = None
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            rows[name]["peak_plus_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+        times: dict[str, list[float]] = {name: [] for name in rows}
+        for _ in range(args.repeats):
+            for name, row in rows.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                row["step"]()
+                end.record()
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end))
+        for name, row in rows.items():
+            del row["step"]
+            row["ms"], row["ms_min"] = round(statistics.median(times[name]), 2), round(min(times[name]), 2)
+            print(json.dumps(row), flush=True)
+        del h, weight, target
+        torch.cuda.empty_cache()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
