@@ -391,7 +391,7 @@ def run_worker(name: str, args: argparse.Namespace, data: Path, scratch: Path, o
             process.stdout.close()
     if process.returncode != 0 or summary is None:
         progress.abort()
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        tail = "\n".join(line[:500] for line in log.read_text(errors="replace").rstrip().splitlines()[-15:])
         status = f"signal {-process.returncode}" if process.returncode < 0 else f"status {process.returncode}"
         raise DemoError(f"the {LABELS[name]} run ended with {status}; the end of {log}:\n{tail}")
     return result | {key: value for key, value in summary.items() if key != "event"}
@@ -414,14 +414,17 @@ class Tolerance:
     cap: float
 
 
+# float32, measured at the defaults, stock torch.compile against eager: 1e-7 at the first step (one unit in the last
+# place), at most 4e-7 in 20 steps; other sizes and batches have single steps with 6e-6. bfloat16 likewise: 6e-7 at the
+# first step, mostly under 1e-4, single steps up to 1e-2.
 TOLERANCES = {
-    "float32": Tolerance(first=2e-6, floor=1e-5, cap=1e-3),
-    "bfloat16": Tolerance(first=2e-3, floor=4e-3, cap=3e-2),
+    "float32": Tolerance(first=1e-6, floor=1e-5, cap=1e-3),
+    "bfloat16": Tolerance(first=2e-5, floor=1e-3, cap=3e-2),
 }
 
-# How much further than stock torch.compile a curve may be from eager. Both differ from it by reordered sums alone, but
-# the two deviations are two draws of the same noise, so their ratio is not exactly 1.
-YARDSTICK_FACTOR = 4.0
+# How much further than stock torch.compile a curve may be from eager. The two deviations are draws of the same noise,
+# so the one can be small by luck where the other is not: 10 times is rare, 4 times would not be.
+YARDSTICK_FACTOR = 10.0
 
 
 def relative_difference(a: float, b: float) -> float:
@@ -450,10 +453,15 @@ def check_agreement(curves: dict[str, list[float]], dtype: str) -> float:
             for b in names[i + 1 :]:
                 difference = relative_difference(curves[a][step], curves[b][step])
                 if not difference <= allowed:
+                    hint = ""
+                    if {a, b} == {"eager", "compile"}:
+                        hint = (
+                            "; this is stock PyTorch against itself: the training amplifies rounding, try a lower --lr"
+                        )
                     raise DemoError(
                         f"loss curves differ at step {step + 1}: {LABELS[a]} {curves[a][step]:.8g}, "
                         f"{LABELS[b]} {curves[b][step]:.8g}: relative difference {difference:.2e}, "
-                        f"allowed {allowed:.2e}"
+                        f"allowed {allowed:.2e}{hint}"
                     )
                 largest = max(largest, difference)
     return largest

@@ -32,58 +32,44 @@ _STATS = torch.ops.flce_inductor.row_stats.default
 _BACKWARD = torch.ops.flce_inductor.row_stats_backward.default
 _WITH_GRADS = torch.ops.flce_inductor.row_stats_with_grads.default
 
-# Same numbers in another shape, order or precision.
+# Inductor has decomposed most operators by now; these are what is left of cotangents.
+# Same numbers in another shape, order or precision:
 _MOVES = {
     aten.alias.default,
     aten.clone.default,
-    aten.detach.default,
     aten.permute.default,
-    aten.reshape.default,
-    aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
     aten.unsqueeze.default,
     aten.view.default,
-    aten._unsafe_view.default,
-    aten._to_copy.default,
     prims.convert_element_type.default,
 }
-_FIRST = (
+_OF_FIRST = (
     aten.cat.default,
     aten.cumsum.default,
     aten.div.Scalar,
     aten.div.Tensor,
     aten.expand.default,
-    prims.rev.default,
     aten.gather.default,
     aten.index.Tensor,
-    aten.index_select.default,
-    aten.mean.default,
-    aten.mean.dim,
     aten.mul.Scalar,
     aten.neg.default,
-    aten.repeat.default,
     aten.select.int,
     aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
     aten.sum.default,
     aten.sum.dim_IntList,
-    aten.unbind.int,
-    operator.getitem,
+    prims.rev.default,
 )
 # operator -> groups of argument positions: with all others held fixed it is linear and homogeneous in a group's
 # arguments together. add is so in both of its arguments at once; mul in either, but not in both.
 _LINEAR: dict[Any, tuple[tuple[int, ...], ...]] = {
-    **dict.fromkeys((*_MOVES, *_FIRST), ((0,),)),
-    **dict.fromkeys((aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default), ((0,), (1,))),
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar), ((0, 1),)),
+    **dict.fromkeys((*_MOVES, *_OF_FIRST), ((0,),)),
+    **dict.fromkeys((aten.mul.Tensor, aten.mm.default, aten.bmm.default), ((0,), (1,))),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), ((0, 1),)),
     **dict.fromkeys((aten.slice_scatter.default, aten.select_scatter.default), ((0, 1),)),
-    **dict.fromkeys((aten.scatter.src, aten.scatter_add.default, aten.index_add.default), ((0, 3),)),
-    **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), ((0, 2),)),
-    **dict.fromkeys((aten.constant_pad_nd.default, aten.masked_fill.Scalar), ((0, 2),)),
+    aten.scatter_add.default: ((0, 3),),
+    aten.index_put.default: ((0, 2),),
+    aten.constant_pad_nd.default: ((0, 2),),
     aten.where.self: ((1, 2),),
 }
 # operator -> position of the number that it fills a tensor with
@@ -404,43 +390,29 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
     """One row_stats_with_grads for all members, over their rows one after the other."""
     first = members[0]
     new = _Writer(graph, first.stats)
-    h, weight, target, bias, *how = first.stats.args
+    _, weight, _, bias, *how = first.stats.args
 
     with graph.inserting_before(first.stats):
         rows = [m.rows if isinstance(m.rows, int) else new(aten.sym_size.int, m.h, 0) for m in members]
-        row_weights = []
-        for g in zip(*_row_weights(new, members), strict=True):
-            if any(w is not None for w in g):
-                like = first.stats.meta["val"][0]
-                g = [new.filled([n], 0, like) if w is None else w for n, w in zip(rows, g, strict=True)]
-                row_weights.append(_cat(new, g))
-            else:
-                row_weights.append(None)
         h = _cat(new, [m.h for m in members])
         target = _cat(new, [m.stats.args[2] for m in members])
-        fused = new(_WITH_GRADS, h, weight, target, bias, *row_weights, *how, list(first.needs))
-        for i in range(3):
-            statistic = new(operator.getitem, fused, i)
+        g_nll, g_lse = (_fill(new, g, rows) for g in zip(*_row_weights(new, members), strict=True))
+        fused = new(_WITH_GRADS, h, weight, target, bias, g_nll, g_lse, *how, list(first.needs))
+        *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(7))
+        for i, statistic in enumerate(stats):
             for member, part in zip(members, _split(new, statistic, rows), strict=True):
                 _replace(member.stats, i, part)
-        gradients = [new(operator.getitem, fused, 3 + i) if need else None for i, need in enumerate(first.needs)]
-        factor = new(operator.getitem, fused, 6)
 
     with graph.inserting_before(first.backward):
-        if first.tangent is not None:
-            tangent = (
-                first.tangent if not first.tangent.meta["val"].shape else new(aten.view.default, first.tangent, [])
-            )
-            factor = new(aten.mul.Tensor, new.cast(tangent, factor.meta["val"].dtype), factor)
-        dh, *of_head = (None if g is None else _scale(new, g, factor) for g in gradients)
-        if dh is not None:
-            for member, part in zip(members, _split(new, dh, rows), strict=True):
+        factor = unscale if first.tangent is None else _times(new, unscale, first.tangent)
+        if first.needs[0]:
+            for member, part in zip(members, _split(new, _times(new, dh, factor), rows), strict=True):
                 _replace(member.backward, 0, part)
-        for i, gradient in enumerate(of_head, 1):
-            if gradient is not None:
+        for i, gradient in enumerate((dweight, dbias), 1):
+            if first.needs[i]:
                 for member in members[1:]:
                     _drop(member.gradient(i))
-                _replace(first.backward, i, gradient)
+                _replace(first.backward, i, _times(new, gradient, factor))
 
 
 def _row_weights(new: _Writer, members: list[_Site]) -> Iterator[list[Node | None]]:
@@ -457,11 +429,21 @@ def _row_weights(new: _Writer, members: list[_Site]) -> Iterator[list[Node | Non
         yield [at_one.get(g, g) for g in member.cotangents]
 
 
-def _scale(new: _Writer, gradient: Node, factor: Node) -> Node:
-    """gradient * factor, computed in float32 for a 16-bit gradient."""
-    dtype = gradient.meta["val"].dtype
-    wide = torch.promote_types(dtype, factor.meta["val"].dtype)
-    return new.cast(new(aten.mul.Tensor, new.cast(gradient, wide), factor), dtype)
+def _fill(new: _Writer, g: tuple[Node | None, ...], rows: list[Any]) -> Node | None:
+    """The members' row weights one after the other, 0 for those that have none."""
+    if all(part is None for part in g):
+        return None
+    like = new.like.meta["val"][0]
+    return _cat(new, [new.filled([n], 0, like) if part is None else part for part, n in zip(g, rows, strict=True)])
+
+
+def _times(new: _Writer, x: Node, factor: Node) -> Node:
+    """x * factor (of one element) in the dtype and shape of x, computed in float32 for a 16-bit x."""
+    if factor.meta["val"].dim():
+        factor = new(aten.view.default, factor, [])
+    dtype = x.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    return new.cast(new(aten.mul.Tensor, new.cast(x, wide), new.cast(factor, wide)), dtype)
 
 
 def _cat(new: _Writer, parts: list[Node]) -> Node:

@@ -9,24 +9,25 @@ import operator
 
 import torch
 import torch.nn.functional as F
-from torch.fx.node import Node
 
 from .. import chunking, config, ops
 from ..explain import Reason, Site, record, where
 from . import anchors
 from .chain import Chain, walk
-from .graph import Refused, insert, memory, mutated, name, value
+from .graph import Changes, Refused, insert, mode_changes, value
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
     """Rewrite every head with its loss that can be proved safe; leave the others as they are, and say why."""
-    for node in list(graph.find_nodes(op="call_function", target=F.cross_entropy)):
+    losses = list(graph.find_nodes(op="call_function", target=F.cross_entropy))
+    changes = Changes(graph) if losses else None
+    for node in losses:
         site = Site(where(node), anchors.describe(node))
         try:
             loss = anchors.cross_entropy(node)
             chain = walk(loss.logits, node)
             _measure(site, chain)
-            _check(loss, chain)
+            _check(loss, chain, changes)
         except Refused as refused:
             site.reason, site.detail = refused.reason, refused.detail
         else:
@@ -56,7 +57,7 @@ def _measure(site: Site, chain: Chain) -> None:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
 
-def _check(loss: anchors.Loss, chain: Chain) -> None:
+def _check(loss: anchors.Loss, chain: Chain, changes: Changes) -> None:
     """Refuse what the walk along the chain doesn't see: dtypes, modes, and memory that changes meanwhile."""
     head = chain.head
     inputs = [n for n in (head.hidden, head.weight, head.bias) if n is not None]
@@ -64,24 +65,17 @@ def _check(loss: anchors.Loss, chain: Chain) -> None:
     bias = None if head.bias is None else value(head.bias).dtype
     if not ops.dtypes_fit(logits.dtype, weight.dtype, bias):
         raise Refused(Reason.DTYPE, f"logits {logits.dtype}, weight {weight.dtype}, bias {bias}")
-    if head.bias is not None and value(head.bias).dim() != 1:
-        raise Refused(Reason.LINK, f"a bias of {value(head.bias).dim()} dimensions")
-    if not isinstance(logits.shape[-1], int):
-        raise Refused(Reason.UNKNOWN_SHAPE, "V is dynamic")
+    if head.bias is not None and value(head.bias).shape != logits.shape[-1:]:
+        raise Refused(Reason.LINK, f"a bias of shape {tuple(value(head.bias).shape)}")
+    if not isinstance(weight.shape[0], int) or not isinstance(weight.shape[1], int):
+        raise Refused(Reason.UNKNOWN_SHAPE, "H or V is dynamic")
     if len({value(n).device for n in [*inputs, loss.target]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
-    if torch.is_grad_enabled() and not logits.requires_grad and any(value(n).requires_grad for n in inputs):
+    if not logits.requires_grad and any(value(n).requires_grad for n in inputs) and mode_changes(head.node, loss.node):
         raise Refused(Reason.NO_GRAD_HEAD)
-
     # the rewrite reads the head's inputs where the loss stands, so nothing may change them on the way there
-    protected = {memory(n) for n in [*inputs, *head.seen, head.node, *chain.links]}
-    begun = False
-    for node in loss.node.graph.nodes:
-        begun = begun or node in head.seen or node is head.node
-        if node is loss.node:
-            break
-        if begun and any(memory(changed) in protected for changed in mutated(node)):
-            raise Refused(Reason.MUTATION, name(node))
+    first = head.seen[-1] if head.seen else head.node
+    changes.check([*inputs, *head.seen, head.node, *chain.links], first, loss.node)
 
 
 def _replace(loss: anchors.Loss, chain: Chain, site: Site) -> None:

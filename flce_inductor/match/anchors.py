@@ -56,6 +56,8 @@ def cross_entropy(node: Node) -> Loss:
         raise Refused(Reason.TARGET_DTYPE, str(target.dtype))
     if logits.dim() != 2 or target.dim() != 1:
         raise Refused(Reason.LOGITS_SHAPE, f"logits {tuple(logits.shape)}, labels {tuple(target.shape)}")
+    if not isinstance(logits.shape[1], int):
+        raise Refused(Reason.UNKNOWN_SHAPE, "V is dynamic")
     if args["reduction"] not in ("mean", "sum", "none") or not isinstance(args["ignore_index"], int):
         raise Refused(Reason.UNKNOWN_SHAPE, f"reduction={args['reduction']}, ignore_index={args['ignore_index']}")
     return Loss(node, args["input"], args["target"], args["reduction"], args["ignore_index"])

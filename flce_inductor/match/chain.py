@@ -17,7 +17,7 @@ from ..explain import Reason
 from .graph import Refused, insert, name, value
 
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
-_TRANSPOSES = {"t", "getattr.T", "getattr.mT", "transpose", "swapaxes", "permute"}
+_TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "permute"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,59 +37,39 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A head, the links from it to the loss in order, and the nodes that read a size of what lies between."""
+    """A head, and the links from it to the loss in order."""
 
     head: Head
     links: list[Node]
-    sizes: list[Node]
 
     def hidden(self) -> Node:
         """Insert the hidden states [N, H] of the rows that reach the loss, in the logits' dtype."""
         h, dtype = self.head.hidden, value(self.head.node).dtype
         if value(h).dtype != dtype:  # autocast
             h = insert(self.head.node, "to", h, dtype)
-        self._read_sizes_of(self.head.node, h)
         for link in self.links:
             h = _on_hidden(link, h)
-            self._read_sizes_of(link, h)
         return h
-
-    def _read_sizes_of(self, logits: Node, h: Node) -> None:
-        for size in self.sizes:
-            if size.args[0] is logits:
-                if size.args[1] % value(logits).dim() == value(logits).dim() - 1:
-                    size.replace_all_uses_with(value(logits).shape[-1])
-                    size.graph.erase_node(size)
-                else:
-                    size.args = (h, *size.args[1:])
 
 
 def walk(logits: Node, loss: Node) -> Chain:
     """Find the head behind logits, or refuse. Nothing in the graph is changed."""
     links: list[Node] = []
-    sizes: list[Node] = []
     node, reader = logits, loss
     while True:
         for user in node.users:
             if user.op == "output":
                 raise Refused(Reason.RETURNED)
-            if _reads_size(user):
-                sizes.append(user)
-            elif user is not reader:
+            if user is not reader:
                 raise Refused(Reason.READER, name(user))
         if node.op in ("placeholder", "get_attr"):
             raise Refused(Reason.NO_HEAD)
         head = _head(node)
         if head is not None:
-            return Chain(head, links[::-1], sizes)
+            return Chain(head, links[::-1])
         _check_link(node)
         links.append(node)
         node, reader = node.args[0], node
-
-
-def _reads_size(node: Node) -> bool:
-    """Whether a node is `logits.size(d)`, as Dynamo writes it for a dynamic dimension."""
-    return name(node) == "size" and len(node.args) == 2 and isinstance(node.args[1], int)
 
 
 def _head(node: Node) -> Head | None:
@@ -120,7 +100,7 @@ def _swaps_both(node: Node) -> bool:
         return False
     if value(node).requires_grad != value(node.args[0]).requires_grad:
         return False
-    if name(node) in ("t", "getattr.T", "getattr.mT"):
+    if name(node) in ("t", "getattr T", "getattr mT"):
         return True
     dims = [d % 2 for d in _flat(node.args[1:]) if isinstance(d, int)]
     return dims == [1, 0] or (dims == [0, 1] and name(node) != "permute")
@@ -194,7 +174,7 @@ def _keeps_last(index: Any, dims: int) -> bool:
 
 
 def _on_hidden(link: Node, h: Node) -> Node:
-    """Insert what the link does to the logits, done to h; right behind the link, where h's sizes may be read."""
+    """Insert what the link does to the logits, done to h."""
     called = name(link)
     if called in _CASTS or called == "contiguous":
         return h

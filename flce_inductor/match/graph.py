@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import Node, map_arg
+from torch.utils._pytree import tree_leaves
 
 from ..explain import Reason
 
@@ -29,6 +32,8 @@ def value(node: Any) -> torch.Tensor:
         raise Refused(Reason.UNKNOWN_SHAPE, str(node))
     if type(example) not in (FakeTensor, torch.Tensor, torch.nn.Parameter):
         raise Refused(Reason.SUBCLASS, f"{node} is a {type(example).__name__}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(example):
+        raise Refused(Reason.SUBCLASS, f"{node} is inside a transform")
     return example
 
 
@@ -41,8 +46,9 @@ _FUNCTIONS: dict[Any, str] = {
     F.linear: "linear",
     **{getattr(torch, n): n for n in _TORCH},
 }
-_IN_PLACE = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
-_IN_PLACE_OPERATORS = {getattr(operator, n) for n in _IN_PLACE.split()}
+_OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
+_IN_PLACE_OPERATORS = {getattr(operator, n) for n in _OPERATORS.split()}
+_IN_PLACE = {f"__{n}__" for n in _OPERATORS.split()}
 
 
 def name(node: Node) -> str:
@@ -52,33 +58,115 @@ def name(node: Node) -> str:
     if node.op != "call_function":
         return node.op
     if node.target is getattr:
-        return f"getattr.{node.args[1]}"
+        return f"getattr {node.args[1]}"  # no function is called that
     qualified = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"
     return _FUNCTIONS.get(node.target, qualified)
 
 
+def _subgraphs(node: Node) -> list[torch.fx.Graph]:
+    """The graphs that a higher order operator (checkpoint, cond, ..) is given."""
+    bodies = [getattr(node.graph.owning_module, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+    return [body.graph for body in bodies if isinstance(body, torch.fx.GraphModule)]
+
+
+def _asks_in_place(node: Node) -> bool:
+    """Whether a function with an argument `inplace` is given a true one, as in F.relu(x, True)."""
+    if not inspect.isfunction(node.target):
+        return False
+    parameters = list(inspect.signature(node.target).parameters)
+    position = parameters.index("inplace") if "inplace" in parameters else len(node.args)
+    return bool(node.kwargs.get("inplace", position < len(node.args) and node.args[position]))
+
+
 def mutated(node: Node) -> Iterator[Node]:
-    """The nodes whose memory a node changes."""
+    """The nodes whose memory a node says it changes, or might change."""
     target, changed = node.target, [node.kwargs.get("out")]
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = getattr(target, target.overloads()[0])
-    if isinstance(target, torch._ops.OpOverload):
-        for position, argument in enumerate(target._schema.arguments):
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = _subgraphs(node)
+        if not bodies or any(any(mutated(inner)) for body in bodies for inner in body.nodes):
+            changed = node.all_input_nodes
+    elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = isinstance(target, torch._ops.OpOverloadPacket)
+        overloads = [getattr(target, name) for name in target.overloads()] if packet else [target]
+        for position, argument in [x for overload in overloads for x in enumerate(overload._schema.arguments)]:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 positional = node.args[position] if position < len(node.args) else None
                 changed.append(node.kwargs.get(argument.name, positional))
     else:
         called = name(node)
         method_or_function = called.endswith("_") and not called.endswith("__")
-        if method_or_function or target in _IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True:
+        if method_or_function or called in _IN_PLACE or target in _IN_PLACE_OPERATORS or _asks_in_place(node):
             changed.append(node.args[0] if node.args else None)
     for argument in changed:
         yield from (n for n in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(n, Node))
 
 
-def memory(node: Node) -> int:
-    """The identity of the memory behind a node's example value; views share it."""
-    return value(node).untyped_storage()._cdata
+def _plain(example: Any) -> torch.Tensor | None:
+    """The tensor with memory behind those that torch.func's transforms wrap; None for what has no memory to tell."""
+    while isinstance(example, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
+        example = torch._C._functorch.get_unwrapped(example)
+    return example if isinstance(example, torch.Tensor) and example.layout == torch.strided else None
+
+
+def _memories(node: Node) -> list[tuple[int, int]]:
+    """For each tensor of a node's example value: the identity of its memory, which views share, and its version."""
+    tensors = [x for x in map(_plain, tree_leaves(node.meta.get("example_value"))) if x is not None]
+    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
+
+
+_MODES = {
+    torch._C._set_grad_enabled,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+}
+
+
+def mode_changes(first: Node, last: Node) -> bool:
+    """Whether gradients are switched on or off somewhere between two nodes."""
+    node = first
+    while (node := node.next) is not last:
+        if node.target in _MODES:
+            return True
+    return False
+
+
+class Changes:
+    """Where a graph changes memory in place.
+
+    Every change that torch makes counts up a version that the example values of a tensor and its views share. A
+    version that the changes found by name don't add up to means one that was not recognised, so it could be anywhere.
+    """
+
+    def __init__(self, graph: torch.fx.Graph):
+        self._position: dict[Node, int] = {}
+        self._events: dict[int, list[Node]] = defaultdict(list)
+        self._versions: dict[int, set[int]] = defaultdict(set)
+        self._moved: dict[int, Node] = {}
+        known: Counter[tuple[int, int]] = Counter()
+        for position, node in enumerate(graph.nodes):
+            self._position[node] = position
+            for memory, version in _memories(node):
+                self._versions[memory].add(version)
+            for memory, version in [x for changed in mutated(node) for x in _memories(changed)]:
+                known[memory, version] += 1
+                self._events[memory].append(node)
+                if name(node) == "set_":  # from here on the tensor has other memory, and the examples are the last
+                    self._moved[memory] = node
+        self._unexplained = {
+            memory for memory, versions in self._versions.items() if any(known[memory, v] != v for v in versions - {0})
+        }
+
+    def check(self, nodes: Iterable[Node], first: Node, last: Node) -> None:
+        """Refuse if the memory of nodes may change between first and last."""
+        start, stop = self._position[first], self._position[last]
+        for memory in {memory for node in nodes for memory, _ in _memories(node)}:
+            if memory in self._moved:
+                raise Refused(Reason.MUTATION, name(self._moved[memory]))
+            for event in self._events[memory]:
+                if start < self._position[event] < stop:
+                    raise Refused(Reason.MUTATION, name(event))
+            if memory in self._unexplained:
+                raise Refused(Reason.MUTATION, "by an operation that is not recognised")
 
 
 def insert(after: Node, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
