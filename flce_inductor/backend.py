@@ -115,10 +115,11 @@ def flce_inductor(gm, example_inputs, *, mode=None, options=None, dynamic=None, 
 
 def tracing_backend(gm, example_inputs):
     """Runs the passes as flce_inductor does, then the graph in eager mode: for explain()."""
+    from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx
 
     def run_eagerly(graph, *args, **kwargs):
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     patches = {**_patches(None, None, None), "force_disable_caches": True}
     return compile_fx(gm, example_inputs, inner_compile=run_eagerly, config_patches=patches)

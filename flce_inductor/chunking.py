@@ -48,9 +48,14 @@ _UNKNOWN = _CARDS["H100"]  # a middling ratio of flop/s to byte/s
 _CPU = (1e11, 1e11, 2e10)  # per a few cores; the ratio is what counts, and it varies little
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # Dynamo needn't see how it's found out
 def card(device: torch.device) -> Card:
     """The facts of a device."""
+    return _card(device)
+
+
+@functools.cache
+def _card(device: torch.device) -> Card:
     if device.type == "cuda":
         props = torch.cuda.get_device_properties(device)
         rates = next((v for k, v in _CARDS.items() if k in props.name), _UNKNOWN)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Optional
 
+import torch
 import torch._inductor.config as inductor_config
 
 from . import _compat
@@ -55,6 +56,7 @@ class Settings:
     min_logits_bytes: int = 64 << 20
 
 
+@torch.compiler.assume_constant_result
 def current() -> Settings:
     """The values in force in this thread (from torch 2.13 on Inductor's keys are per thread)."""
     keys = getattr(inductor_config, PREFIX)

@@ -58,8 +58,8 @@ class Reason(enum.Enum):
         "flatten to cross_entropy(logits.view(-1, V), labels.view(-1))",
     )
     SUBCLASS = (
-        "a tensor subclass (such as DTensor) takes part",
-        "compile on plain tensors, or keep stock compile",
+        "a tensor subclass (such as DTensor) or a transform of torch.func (grad, vmap, jvp) takes part",
+        "compile on plain tensors outside of transforms, or keep stock compile",
     )
     DTYPE = (
         "the dtypes of the hidden states, weight and bias are not a combination that the ops take",
@@ -70,7 +70,7 @@ class Reason(enum.Enum):
         "compute the head and the loss under the same grad mode",
     )
     MUTATION = (
-        "the hidden states, the weight or the logits are changed in place between the head and the loss",
+        "the hidden states, the weight or the logits are changed in place after the head",
         "use the out-of-place operation",
     )
     TOO_SMALL = (

@@ -42,22 +42,6 @@ def _not_yet(**arguments: bool) -> None:
             raise NotImplementedError(f"flce_inductor.linear_cross_entropy: {name} is not supported yet")
 
 
-@torch.compiler.assume_constant_result
-def _plan(
-    V: int, dtype: torch.dtype, device: torch.device, chunk_size: int | None, accum_dtype: str | None
-) -> tuple[int, str]:
-    """Rows per chunk and accum_dtype: the caller's, or else those of the keys in force."""
-    settings = config.current()
-    config.check_count(chunk_size, "chunk_size")
-    accum_dtype = settings.accum_dtype if accum_dtype is None else accum_dtype
-    config.check_accum_dtype(accum_dtype, "accum_dtype")
-    chunk_size = settings.chunk_size if chunk_size is None else chunk_size
-    rows = chunking.rows_per_chunk(
-        V, dtype, device, chunk_size=chunk_size, max_slab_bytes=settings.max_slab_bytes
-    )
-    return rows, accum_dtype
-
-
 def linear_cross_entropy(
     input: Tensor,  # [..., H]
     linear_weight: Tensor,  # [V, H]
@@ -113,6 +97,11 @@ def linear_cross_entropy(
     )
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{reduction!r} is not a valid value for reduction: allowed are {', '.join(_REDUCTIONS)}")
+    settings = config.current()
+    config.check_count(chunk_size, "chunk_size")
+    accum_dtype = settings.accum_dtype if accum_dtype is None else accum_dtype
+    config.check_accum_dtype(accum_dtype, "accum_dtype")
+
     device_type = input.device.type
     autocast = torch.is_autocast_enabled(device_type)
     if autocast and input.dtype != torch.float64:
@@ -121,7 +110,13 @@ def linear_cross_entropy(
     loss_dtype = loss_dtype or (torch.float32 if autocast else input.dtype)
 
     h, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
-    rows, accum_dtype = _plan(linear_weight.shape[0], h.dtype, h.device, chunk_size, accum_dtype)
+    rows = chunking.rows_per_chunk(
+        linear_weight.shape[0],
+        h.dtype,
+        h.device,
+        chunk_size=settings.chunk_size if chunk_size is None else chunk_size,
+        max_slab_bytes=settings.max_slab_bytes,
+    )
     if reduction == "none":
         nll, _, _ = torch.ops.flce_inductor.row_stats(
             h, linear_weight, labels, linear_bias, ignore_index, rows, accum_dtype

@@ -129,12 +129,14 @@ def _check_labels(target: Tensor, V: int, ignore_index: int) -> None:
         torch._assert_async(~bad.any(), f"a label is out of bounds: labels must be in [0, {V}) or {ignore_index=}")
 
 
-def _fp16_scale(h: Tensor, weight: Tensor, valid: Tensor, g_nll: Tensor | None, g_lse: Tensor | None, wide: bool):
+def _fp16_scale(
+    h: Tensor, weight: Tensor, valid: Tensor, g_nll: Tensor | None, g_lse: Tensor | None, sums: Tensor | None
+) -> Tensor:
     """A power of two [] for the cotangents that uses float16's range without overflow in dlogits, dh or dweight.
 
     float16 gradients underflow where a GradScaler would have lifted them, because the factor that arrives with the
-    backward is unknown when they are computed. With G = sum |g| over the rows: |dweight|, |dbias| <= G max(|h|, 1)
-    and |dh| <= 2 max|g| max|weight|.
+    backward is unknown when they are computed. With G = sum |g| over the rows: |dweight| <= G max|h|, |dbias| <= G,
+    |dh| <= 2 max|g| max|weight|. sums: what G is multiplied by in the sums over rows that are held in float16, if any.
     """
     g = torch.zeros_like(valid, dtype=torch.float32)
     if g_nll is not None:
@@ -143,17 +145,19 @@ def _fp16_scale(h: Tensor, weight: Tensor, valid: Tensor, g_nll: Tensor | None, 
         g = g + g_lse.abs()
     g = g.nan_to_num(posinf=0.0)  # a row that is lost already doesn't choose the scale of the others
     most = g.max() if g.numel() else g.sum()
-
-    def largest(x: Tensor) -> Tensor:
-        if x.numel() == 0:
-            return x.new_ones((), dtype=torch.float32)
-        norm = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
-        return norm.nan_to_num(posinf=1.0).clamp(min=1.0)
-
-    total = most if wide else g.sum() * largest(h)
-    bound = torch.maximum(total, 2 * most * largest(weight))
+    bound = 2 * most * _largest(weight)
+    if sums is not None:
+        bound = torch.maximum(bound, g.sum() * sums)
     exponent = torch.log2(_FP16_LIMIT / bound.clamp(min=2.0**-60)).floor().clamp(-24.0, 24.0)
     return torch.where(bound > 0, torch.exp2(exponent), torch.ones_like(bound))
+
+
+def _largest(x: Tensor) -> Tensor:
+    """max(|x|, 1) [] in float32, of the finite ones."""
+    if x.numel() == 0:
+        return x.new_ones((), dtype=torch.float32)
+    norm = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return norm.nan_to_num(posinf=1.0).clamp(min=1.0)
 
 
 def scaled(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
@@ -232,8 +236,12 @@ def _rows_major(h, weight, target, bias, ignore_index, chunk_size, accum_dtype, 
     path = accumulate_path(device.type, _capability(device), dtype, accumulator)
     scale = None
     if grad and dtype == torch.float16:
-        wide = not needs.dweight or accumulator != torch.float16
-        scale = _fp16_scale(h, w, target != ignore_index, g_nll, g_lse, wide)
+        sums = None
+        if needs.dweight and not (path == "out_dtype" and weight.dtype == torch.float32):
+            sums = _largest(h)
+        elif needs.dbias and bias.dtype == dtype:
+            sums = torch.ones((), device=device)
+        scale = _fp16_scale(h, w, target != ignore_index, g_nll, g_lse, sums)
 
     parts = _vocabulary_parts(V, dtype, device)
     slab_rows = torch.empty(rows if N else 0, -(-V // _PAD) * _PAD, dtype=dtype, device=device)

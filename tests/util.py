@@ -75,13 +75,13 @@ class Outcome:
         return [site.reason for site in self.sites]
 
 
-def _run(fn: Callable, args: Any) -> Outcome:
+def outcome_of(fn: Callable, args: Any) -> Outcome:
+    """fn(*args), and its leaves' gradients for an incoming gradient that differs from element to element."""
     outputs = [x for x in tree_flatten(fn(*args))[0] if isinstance(x, Tensor)]
     inputs = leaves(args)
     grads: list[Tensor | None] = [None] * len(inputs)
     differentiable = [x for x in outputs if x.requires_grad]
     if differentiable and inputs:
-        # an incoming gradient that isn't 1, and differs between the outputs and their elements
         upstream = [
             torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x.dtype) * (i + 1)
             for i, x in enumerate(differentiable)
@@ -92,13 +92,13 @@ def _run(fn: Callable, args: Any) -> Outcome:
 
 def eager(fn: Callable, *args: Any, dtype: torch.dtype | None = torch.float64) -> Outcome:
     """fn in eager mode on copies of args in dtype (None: as they are)."""
-    return _run(fn, copied(args, dtype))
+    return outcome_of(fn, copied(args, dtype))
 
 
 def compiled(fn: Callable, *args: Any, backend: Any = TRACING, fullgraph: bool = True, **how: Any) -> Outcome:
     """fn compiled on copies of args, with the decisions about its losses; see fresh() for what must be open."""
     with collect() as sites:
-        outcome = _run(torch.compile(fn, backend=backend, fullgraph=fullgraph, **how), copied(args))
+        outcome = outcome_of(torch.compile(fn, backend=backend, fullgraph=fullgraph, **how), copied(args))
     outcome.sites = sites
     return outcome
 
@@ -158,9 +158,11 @@ __all__ = [
     "check",
     "compiled",
     "copied",
+    "collect",
     "counters",
     "eager",
     "fresh",
     "fresh_cache",
     "leaves",
+    "outcome_of",
 ]

@@ -14,7 +14,7 @@ from .. import chunking, config, ops
 from ..explain import Reason, Site, record, where
 from . import anchors
 from .chain import Chain, walk
-from .graph import Changes, Refused, insert, mode_changes, value
+from .graph import Changes, Refused, backward_of, forward_mode, insert, mode_changes, value
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
@@ -73,9 +73,14 @@ def _check(loss: anchors.Loss, chain: Chain, changes: Changes) -> None:
         raise Refused(Reason.LINK, "tensors on several devices")
     if not logits.requires_grad and any(value(n).requires_grad for n in inputs) and mode_changes(head.node, loss.node):
         raise Refused(Reason.NO_GRAD_HEAD)
+    if forward_mode(loss.node.graph):
+        raise Refused(Reason.SUBCLASS, "forward-mode differentiation")
     # the rewrite reads the head's inputs where the loss stands, so nothing may change them on the way there
     first = head.seen[-1] if head.seen else head.node
     changes.check([*inputs, *head.seen, head.node, *chain.links], first, loss.node)
+    if logits.requires_grad:
+        # it also saves all of them for the backward, of which linear would save fewer
+        changes.check(inputs, loss.node, backward_of(loss.node))
 
 
 def _replace(loss: anchors.Loss, chain: Chain, site: Site) -> None:

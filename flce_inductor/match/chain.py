@@ -57,13 +57,13 @@ def walk(logits: Node, loss: Node) -> Chain:
     links: list[Node] = []
     node, reader = logits, loss
     while True:
+        if node.op in ("placeholder", "get_attr"):
+            raise Refused(Reason.NO_HEAD)
         for user in node.users:
             if user.op == "output":
                 raise Refused(Reason.RETURNED)
             if user is not reader:
                 raise Refused(Reason.READER, name(user))
-        if node.op in ("placeholder", "get_attr"):
-            raise Refused(Reason.NO_HEAD)
         head = _head(node)
         if head is not None:
             return Chain(head, links[::-1])
@@ -78,8 +78,8 @@ def _head(node: Node) -> Head | None:
     if called not in parameters:
         return None
     given = dict(zip(parameters[called], node.args, strict=False)) | node.kwargs
-    if not set(given) <= set(parameters[called]):
-        raise Refused(Reason.LINK, f"{called} with {', '.join(given)}")
+    if not set(given) <= set(parameters[called]) or len(node.args) > len(parameters[called]):
+        raise Refused(Reason.LINK, f"{called} with {len(node.args)} arguments and {', '.join(node.kwargs)}")
     hidden, weight, bias = given["input"], given[parameters[called][1]], given.get("bias")
     if value(weight).dim() != 2 or value(hidden).dim() < 2:
         raise Refused(Reason.LINK, f"{called} of {value(hidden).dim()} and {value(weight).dim()} dimensions")
@@ -127,12 +127,14 @@ def _check_link(node: Node) -> None:
     called = name(node)
     if not node.args or not isinstance(node.args[0], Node):
         raise Refused(Reason.LINK, called)
+    if called == "getitem" and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
+        raise Refused(Reason.LINK, name(node.args[0]))  # one of several results
     before, after = value(node.args[0]), value(node)
-    dims = before.dim()
     known = False
-    if dims and after.dim():
-        whole = before.shape[-1] == after.shape[-1] and before.device == after.device
-        known = bool(whole) and before.requires_grad == after.requires_grad and _is_link(called, node, before, after)
+    if before.dim() and after.dim():
+        V, last = before.shape[-1], after.shape[-1]
+        known = isinstance(V, int) and isinstance(last, int) and V == last and before.device == after.device
+        known = known and before.requires_grad == after.requires_grad and _is_link(called, node, before, after)
     if not known:
         raise Refused(Reason.LINK, called)
 
@@ -144,9 +146,10 @@ def _is_link(called: str, node: Node, before: torch.Tensor, after: torch.Tensor)
         # the head rounds the logits once; a narrower dtype behind it would round them again
         widened = before.dtype.itemsize == 2 and after.dtype == torch.float32
         return (after.dtype == before.dtype or widened) and before.shape == after.shape
-    if called in ("contiguous", "view", "reshape", "flatten"):
-        # rows keep their order when both shapes end in V
-        return after.dtype == before.dtype and (called not in ("view", "reshape") or not node.kwargs)
+    if called in ("contiguous", "flatten"):
+        return True  # rows keep their order when both shapes end in V
+    if called in ("view", "reshape"):
+        return not node.kwargs and len(_flat(node.args[1:])) == after.dim()  # no dtype, no size as one object
     if called == "getitem":
         return _keeps_last(node.args[1], dims)
     if called in ("narrow", "select", "squeeze"):

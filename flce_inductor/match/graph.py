@@ -49,6 +49,8 @@ _FUNCTIONS: dict[Any, str] = {
 _OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
 _IN_PLACE_OPERATORS = {getattr(operator, n) for n in _OPERATORS.split()}
 _IN_PLACE = {f"__{n}__" for n in _OPERATORS.split()}
+_UNCOUNTED = {"requires_grad_", "detach_"}  # these change a tensor, but not its version
+_RUNNING_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # nor do these
 
 
 def name(node: Node) -> str:
@@ -97,6 +99,8 @@ def mutated(node: Node) -> Iterator[Node]:
         method_or_function = called.endswith("_") and not called.endswith("__")
         if method_or_function or called in _IN_PLACE or target in _IN_PLACE_OPERATORS or _asks_in_place(node):
             changed.append(node.args[0] if node.args else None)
+        elif target in _RUNNING_STATISTICS:
+            changed += [*node.args[1:], *node.kwargs.values()]
     for argument in changed:
         yield from (n for n in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(n, Node))
 
@@ -114,6 +118,11 @@ def _memories(node: Node) -> list[tuple[int, int]]:
     return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
 
 
+def forward_mode(graph: torch.fx.Graph) -> bool:
+    """Whether forward-mode differentiation takes place in a graph."""
+    return any(node.op == "call_function" and name(node).endswith("._make_dual") for node in graph.nodes)
+
+
 _MODES = {
     torch._C._set_grad_enabled,
     torch.autograd.grad_mode._enter_inference_mode,
@@ -128,6 +137,14 @@ def mode_changes(first: Node, last: Node) -> bool:
         if node.target in _MODES:
             return True
     return False
+
+
+def backward_of(loss: Node) -> Node:
+    """The first backward behind a loss in the graph, or else the graph's end."""
+    node = loss
+    while node.op != "output" and node.target is not torch.autograd.grad:
+        node = node.next
+    return node
 
 
 class Changes:
@@ -148,7 +165,7 @@ class Changes:
             for memory, version in _memories(node):
                 self._versions[memory].add(version)
             for memory, version in [x for changed in mutated(node) for x in _memories(changed)]:
-                known[memory, version] += 1
+                known[memory, version] += name(node) not in _UNCOUNTED and node.target not in _RUNNING_STATISTICS
                 self._events[memory].append(node)
                 if name(node) == "set_":  # from here on the tensor has other memory, and the examples are the last
                     self._moved[memory] = node
