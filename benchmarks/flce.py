@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=8)
     args = parser.parse_args(argv)
-    dtype, device = getattr(torch, args.dtype), "cuda"
+    dtype = getattr(torch, args.dtype)
     about = {
         "date": datetime.date.today().isoformat(),
         "card": torch.cuda.get_device_name(),
@@ -81,53 +81,69 @@ def main(argv: list[str] | None = None) -> int:
     tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
     failed = False
     for shape in args.shapes.split(","):
-        N, H, V = map(int, shape.split("x"))
-        torch.manual_seed(0)
-        h = torch.randn(N, H, device=device, dtype=dtype, requires_grad=True)
-        weight = (torch.randn(V, H, device=device) * H**-0.5).to(dtype).requires_grad_()
-        target = torch.randint(V, (N,), device=device)
-        torch._dynamo.reset()
-        rows = {}
         contenders = providers(args.providers.split(","), list(map(int, args.chunk_sizes.split(","))))
-        for name, fn in contenders.items():
-            errors = gate(fn, h, weight, target)
-            passed = all(error < tolerance for error in errors.values())
-            failed |= not passed
-            rows[name] = {"provider": name, "N": N, "H": H, "V": V, **about, **errors, "gate": passed}
-        torch._dynamo.reset()  # what is timed is compiled for its own shape
-        for name, fn in contenders.items():
-
-            def step(fn=fn):
-                h.grad = weight.grad = None
-                fn(h, weight, target).backward()
-
-            rows[name]["step"] = step
-            for _ in range(3):
-                step()
-            h.grad = weight.grad = None
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            torch.cuda.synchronize()
-            rows[name]["peak_plus_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-        times: dict[str, list[float]] = {name: [] for name in rows}
-        for _ in range(args.repeats):
-            for name, row in rows.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                row["step"]()
-                end.record()
-                torch.cuda.synchronize()
-                times[name].append(start.elapsed_time(end))
-        for name, row in rows.items():
-            del row["step"]
-            row["ms"], row["ms_min"] = round(statistics.median(times[name]), 2), round(min(times[name]), 2)
-            print(json.dumps(row), flush=True)
-        del h, weight, target
-        torch.cuda.empty_cache()
+        for row in measure(shape, dtype, contenders, tolerance, args.repeats):
+            failed |= not row["gate"]
+            print(json.dumps({**row, **about}), flush=True)
     return int(failed)
+
+
+def measure(shape: str, dtype: torch.dtype, contenders: dict, tolerance: float, repeats: int) -> list[dict]:
+    """A row per provider for one shape "NxHxV"."""
+    N, H, V = map(int, shape.split("x"))
+    torch.manual_seed(0)
+    h = torch.randn(N, H, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(V, H, device="cuda") * H**-0.5).to(dtype).requires_grad_()
+    target = torch.randint(V, (N,), device="cuda")
+
+    def step(fn) -> None:
+        h.grad = weight.grad = None
+        fn(h, weight, target).backward()
+
+    def peak_plus(fn) -> float:
+        h.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(fn)
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def milliseconds(fn) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(fn)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+    torch._dynamo.reset()
+    errors = {name: gate(fn, h, weight, target) for name, fn in contenders.items()}
+    torch._dynamo.reset()  # what is timed is compiled for its own shape
+    peaks = {}
+    for name, fn in contenders.items():
+        for _ in range(3):
+            step(fn)
+        peaks[name] = peak_plus(fn)
+    times = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, fn in contenders.items():
+            times[name].append(milliseconds(fn))
+    return [
+        {
+            "provider": name,
+            "N": N,
+            "H": H,
+            "V": V,
+            "ms": round(statistics.median(times[name]), 2),
+            "ms_min": round(min(times[name]), 2),
+            "peak_plus_mib": round(peaks[name], 1),
+            **errors[name],
+            "gate": all(error < tolerance for error in errors[name].values()),
+        }
+        for name in contenders
+    ]
 
 
 if __name__ == "__main__":

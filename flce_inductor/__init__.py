@@ -1,8 +1,8 @@
 """A torch.compile extension that rewrites linear + cross_entropy into a chunked fused loss.
 
-    step = torch.compile(train_step, backend="flce_inductor")            # no import needed
-    import flce_inductor                                                 # or stock Inductor and a flag:
-    step = torch.compile(train_step, options={"flce_inductor.enable": True})
+step = torch.compile(train_step, backend="flce_inductor")            # no import needed
+import flce_inductor                                                 # or stock Inductor and a flag:
+step = torch.compile(train_step, options={"flce_inductor.enable": True})
 """
 
 from . import backend, config

@@ -127,9 +127,7 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in (h, linear_weight, linear_bias)]
     if any(needs):
-        loss = _Reduced.apply(
-            h, linear_weight, labels, linear_bias, divisor, ignore_index, rows, accum_dtype, needs
-        )
+        loss = _Reduced.apply(h, linear_weight, labels, linear_bias, divisor, ignore_index, rows, accum_dtype, needs)
     else:
         nll, _, _ = torch.ops.flce_inductor.row_stats(
             h, linear_weight, labels, linear_bias, ignore_index, rows, accum_dtype

@@ -34,6 +34,9 @@ class Needs(NamedTuple):
     dbias: bool
 
 
+NOTHING = Needs(False, False, False)
+
+
 class Statistics(NamedTuple):
     """Row statistics, each [N] in stat_dtype(h): the loss, and logsumexp as a pair (lse = max + logsum)."""
 
@@ -200,7 +203,7 @@ def run(
     saved: tuple[Tensor, Tensor] | None = None,  # max, logsum, each [N]: known, so nll isn't computed again
     g_nll: Tensor | None = None,  # [N] cotangent of nll
     g_lse: Tensor | None = None,  # [N] cotangent of lse
-    needs: Needs = Needs(False, False, False),
+    needs: Needs = NOTHING,
 ) -> tuple[Statistics | None, Gradients]:
     """Row statistics (unless saved), and the gradients that are needed for the given cotangents of each row.
 
@@ -213,7 +216,7 @@ def run(
 
 
 def _rows_major(h, weight, target, bias, ignore_index, chunk_size, accum_dtype, saved, g_nll, g_lse, needs):
-    (N, H), V, dtype, device = h.shape, weight.shape[0], h.dtype, h.device
+    N, V, dtype, device = h.shape[0], weight.shape[0], h.dtype, h.device
     rows = max(1, min(chunk_size, N))
     stats = stat_dtype(dtype)
     grad = any(needs)

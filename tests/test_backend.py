@@ -95,20 +95,21 @@ class TestSwitches:
         assert seen == [13]
 
 
-class TestKeys:
-    WRONG = [
-        ("enable", 1),
-        ("chunk_size", 0),
-        ("chunk_size", -5),
-        ("chunk_size", True),
-        ("chunk_size", 2.0),
-        ("max_slab_bytes", 0),
-        ("accum_dtype", "float16"),
-        ("accum_dtype", None),
-        ("min_logits_bytes", -1),
-        ("min_logits_bytes", None),
-    ]
+WRONG = [
+    ("enable", 1),
+    ("chunk_size", 0),
+    ("chunk_size", -5),
+    ("chunk_size", True),
+    ("chunk_size", 2.0),
+    ("max_slab_bytes", 0),
+    ("accum_dtype", "float16"),
+    ("accum_dtype", None),
+    ("min_logits_bytes", -1),
+    ("min_logits_bytes", None),
+]
 
+
+class TestKeys:
     @pytest.mark.parametrize(("key", "wrong"), WRONG)
     def test_wrong_values(self, key, wrong):
         """Refused where they are set, by whichever way, naming the key, the value and what is allowed."""

@@ -251,47 +251,73 @@ def test_weights_from_the_own_loss():
     check(loss, Reason.OWN_OUTPUT)
 
 
-class Clipped(torch.autograd.Function):
-    """The identity, with a gradient that is not linear in the incoming one."""
+def with_gradient(gradient, forward=torch.clone):
+    """A function whose gradient is something else than its derivative."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return forward(x)
 
-    @staticmethod
-    def backward(ctx, g):
-        return g.clamp(-1e-3, 1e-3)
+        @staticmethod
+        def backward(ctx, g):
+            return gradient(g)
+
+    return Function.apply
 
 
 def test_gradient_that_is_not_linear():
-    check(lambda rows, h, w, t: Clipped.apply(rows(h, w, t)[0]).sum(), Reason.NOT_LINEAR, how=TRACING)
+    clipped = with_gradient(lambda g: g.clamp(-1e-3, 1e-3))
+    check(lambda rows, h, w, t: clipped(rows(h, w, t)[0]).sum(), Reason.NOT_LINEAR, how=TRACING)
+    product = with_gradient(lambda g: g * g)
+    check(lambda rows, h, w, t: product(rows(h, w, t)[0]).sum(), Reason.NOT_LINEAR, how=TRACING)
 
 
-class Shifted(Clipped):
-    @staticmethod
-    def backward(ctx, g):
-        return g + 0.125
+ONES, MASK = torch.ones(N), torch.arange(N) % 3 == 0
 
 
-def test_gradient_that_is_not_homogeneous():
-    check(lambda rows, h, w, t: Shifted.apply(rows(h, w, t)[0]).sum(), Reason.NOT_LINEAR, how=TRACING)
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda g: g + 0.125,
+        lambda g: ONES - g,
+        lambda g: torch.add(ONES, g, alpha=2),
+        lambda g: torch.where(MASK, g, 0.125),
+        lambda g: torch.where(MASK, ONES, g),
+        lambda g: F.pad(g[2:-1], (2, 1), value=1.0),
+        lambda g: torch.cat([g[:-1], ONES[:1]]),
+        lambda g: torch.slice_scatter(ONES, g[2:9], 0, 2, 9),
+        lambda g: torch.select_scatter(ONES, g[0], 0, 2),
+        lambda g: torch.scatter_add(ONES.to(g.dtype), 0, MASK.long(), g),
+        lambda g: torch.index_put(ONES.to(g.dtype), (MASK.long(),), g, accumulate=True),
+        lambda g: 2 / (g + 3),
+        lambda g: g.round(),
+        lambda g: g * g.sign(),
+        lambda g: (g * 1000).int().float(),
+        lambda g: torch.where(g < 0, g, 0.0),
+    ],
+)
+def test_gradient_that_is_not_homogeneous(gradient):
+    function = with_gradient(gradient)
+    check(lambda rows, h, w, t: function(rows(h, w, t)[0]).mean(), Reason.NOT_LINEAR, how=TRACING)
 
 
-class Constant(Clipped):
-    @staticmethod
-    def backward(ctx, g):
-        return torch.full_like(g, 0.125)
+def constant(g):
+    return torch.full_like(g, 0.125)
 
 
 def test_gradient_that_is_constant():
     """No tangent at all: known in the forward, whatever the incoming gradient."""
-    check(lambda rows, h, w, t: Constant.apply(rows(h, w, t)[0]).sum(), None, how=TRACING)
+    function = with_gradient(constant)
+    check(lambda rows, h, w, t: function(rows(h, w, t)[0]).sum(), None, how=TRACING)
 
 
 def test_constant_beside_a_linear_cotangent():
+    function = with_gradient(constant)
+
     def loss(rows, h, w, t):
         nll, lse = rows(h, w, t)
-        return nll.sum() + Constant.apply(lse).sum()
+        return nll.sum() + function(lse).sum()
 
     check(loss, Reason.NOT_LINEAR, how=TRACING)
 
@@ -399,23 +425,108 @@ def test_sites_where_each_needs_the_others_loss():
     check(loss, None, Reason.OWN_OUTPUT, leaves=(h, w, t, w2), how=TRACING)
 
 
-class TenthOfGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 0.1
+def same(x):
+    return x.view_as(x)
 
 
-def test_sites_with_equal_weights_whose_gradients_differ():
-    """The weights' values are one, but the gradients are scaled before they meet: adding them up would be wrong."""
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (None, with_gradient(lambda g: g * 0.1, same)),
+        (with_gradient(lambda g: g * 0.1, same), with_gradient(lambda g: g * 0.5, same)),
+        (with_gradient(lambda g: g, same), with_gradient(lambda g: g.t(), same)),
+        (None, with_gradient(lambda g: g, lambda w: w.bfloat16().to(w.dtype))),
+        (None, torch.t),
+    ],
+    ids=["scaled", "both scaled", "transposed", "quantised", "transpose"],
+)
+def test_sites_whose_weight_gradients_must_not_be_added_up(first, second):
+    """One storage but not one weight: the values differ, or the gradients are changed before they meet."""
+    h, _, t = inputs()
+    w = torch.randn(H, H, requires_grad=True)
+    t = t.clamp(max=H - 1)
 
     def loss(rows, h, w, t):
-        return rows(h, w, t)[0].mean() + rows(h * 0.5, TenthOfGradient.apply(w), t)[0].mean()
+        return rows(h, first(w) if first else w, t)[0].mean() + rows(h * 0.5, second(w), t)[0].mean()
+
+    check(loss, None, Reason.SHARED_WEIGHT, leaves=(h, w, t), how=TRACING, rtol=1e-4)
+
+
+class TwoCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, a, b):
+        return 0.1 * a + b
+
+
+def test_sites_whose_weight_gradients_end_in_two_sums():
+    def loss(rows, h, w, t):
+        a, b = TwoCopies.apply(w)
+        return sum(rows(h * c, x, t)[0].mean() for c, x in ((1, a), (2, a), (3, b), (4, b)))
+
+    check(loss, None, None, Reason.SHARED_WEIGHT, Reason.SHARED_WEIGHT, how=TRACING)
+
+
+def test_sites_whose_weight_gradient_is_seen_before_it_is_added():
+    def loss(rows, h, w, t):
+        a, b = Seen.apply(w)
+        return rows(h, a, t)[0].mean() + rows(h * 2, b, t)[0].mean()
+
+    class Seen(TwoCopies):
+        @staticmethod
+        def backward(ctx, a, b):
+            return a + b + b.square()
 
     check(loss, None, Reason.SHARED_WEIGHT, how=TRACING)
+
+
+def test_sites_with_different_biases():
+    h, w, t = inputs()
+
+    def loss(rows, h, w, t, bias):
+        return rows(h, w, t, bias)[0].mean() + rows(h * 2, w, t, bias * 2)[0].mean() + rows(h * 3, w, t)[0].mean()
+
+    leaves = (h, w, t, torch.randn(V, requires_grad=True))
+    check(loss, None, Reason.SHARED_WEIGHT, Reason.SHARED_WEIGHT, leaves=leaves, how=TRACING)
+    leaves = (h, w, t, torch.randn(V))
+    check(loss, None, Reason.SHARED_WEIGHT, Reason.SHARED_WEIGHT, leaves=leaves, how=TRACING)
+
+
+def test_sites_that_need_different_gradients():
+    h, w, t = inputs()
+
+    def loss(rows, h, w, t):
+        return rows(h.detach(), w, t)[0].mean() + rows(h * 2, w, t)[0].mean()
+
+    check(loss, None, Reason.SHARED_WEIGHT, leaves=(h, w, t), how=TRACING)
+
+
+def test_sites_with_different_settings():
+    h, w, t = inputs()
+
+    def loss(rows, h, w, t):
+        if rows is fused:
+            nll, _, _ = torch.ops.flce_inductor.row_stats(h * 2, w, t, None, 3, 16, "auto")
+        else:
+            nll = F.cross_entropy(F.linear(h * 2, w), t.where(t >= 0, 3), ignore_index=3, reduction="none")
+        return rows(h, w, t)[0].mean() + nll.mean()
+
+    t = t.where(t >= 0, 3)
+    check(loss, None, Reason.SHARED_WEIGHT, leaves=(h, w, t), how=TRACING)
+
+
+def test_sites_with_different_dtypes():
+    """A 16-bit and a float32 head over one float32 weight."""
+    h, w, t = inputs()
+
+    def loss(rows, h, w, t):
+        low = h * 2 if rows is reference else (h * 2).bfloat16()
+        return rows(low, w, t)[0].mean() + rows(h, w, t)[0].mean()
+
+    check(loss, None, Reason.SHARED_WEIGHT, leaves=(h, w, t), how=TRACING, rtol=5e-2)
 
 
 def test_two_backwards():
@@ -621,7 +732,7 @@ def readable(graph):
             + [f"{k}={v}" for k, v in node.kwargs.items() if k in ("dtype", "alpha")]
         )
         target = str(node.target) if isinstance(node.target, (str, torch._ops.OpOverload)) else node.target.__name__
-        lines.append(f"{names[node]} = {re.sub(r'.default$', '', target)}({args})")
+        lines.append(f"{names[node]} = {re.sub(r'flce_inductor.|.default$', '', target)}({args})")
     return "\n".join(lines)
 
 
@@ -641,13 +752,15 @@ def test_graph():
     with fresh(), mock.patch.object(hoist, "hoist", spy):
         torch.compile(lambda *xs: mean(fused, *xs), **TRACING)(h, w, t)
     (graph,) = graphs
-    assert_expected_inline(graph, """\
+    assert_expected_inline(
+        graph,
+        """\
 %0 = aten.full([], 1, dtype=torch.float32)
 %1 = aten.ne.Scalar(primals_3, -100)
 %2 = aten.sum(%1)
 %3 = aten.div.Tensor(%0, %2)
 %4 = aten.expand(%3, [48])
-%5 = flce_inductor.row_stats_with_grads(primals_1, primals_2, primals_3, None, %4, None, -100, 16, auto, [True, True, False])
+%5 = row_stats_with_grads(primals_1, primals_2, primals_3, None, %4, None, -100, 16, auto, [True, True, False])
 %6 = getitem(%5, 0)
 %7 = aten.sum(%6)
 %8 = getitem(%5, 3)
@@ -661,7 +774,8 @@ def test_graph():
 %16 = prims.convert_element_type(%9, torch.float32)
 %17 = aten.mul.Tensor(%16, %12)
 %18 = prims.convert_element_type(%17, torch.bfloat16)
-%19 = output([%11, %15, %18, None])""")
+%19 = output([%11, %15, %18, None])""",
+    )
 
 
 def test_counters_and_report(caplog):

@@ -8,16 +8,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flce_inductor
 import torch
-from flce_inductor.backend import tracing_backend
-from flce_inductor.explain import Reason, Site, collect
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 from torch.utils._pytree import tree_flatten, tree_map
+
+import flce_inductor
+from flce_inductor.backend import tracing_backend
+from flce_inductor.explain import Reason, Site, collect
 
 assert flce_inductor.__version__  # imported for its effect on Inductor's configuration
 
@@ -57,7 +58,11 @@ def copied(args: Any, dtype: torch.dtype | None = None) -> Any:
         whole = torch.empty(0, dtype=x.dtype).set_(storage).clone()
         whole = whole.to(dtype) if floating else whole
         whole = whole.as_strided(x.shape, x.stride(), x.storage_offset())
-        return nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole.requires_grad_(x.requires_grad)
+        return (
+            nn.Parameter(whole, x.requires_grad)
+            if isinstance(x, nn.Parameter)
+            else whole.requires_grad_(x.requires_grad)
+        )
 
     return tree_map(one, args)
 
@@ -156,9 +161,9 @@ __all__ = [
     "Reason",
     "assert_same",
     "check",
+    "collect",
     "compiled",
     "copied",
-    "collect",
     "counters",
     "eager",
     "fresh",

@@ -130,12 +130,12 @@ def _check_link(node: Node) -> None:
     if called == "getitem" and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
         raise Refused(Reason.LINK, name(node.args[0]))  # one of several results
     before, after = value(node.args[0]), value(node)
-    known = False
-    if before.dim() and after.dim():
+    whole = before.dim() > 0 and after.dim() > 0
+    if whole:
         V, last = before.shape[-1], after.shape[-1]
-        known = isinstance(V, int) and isinstance(last, int) and V == last and before.device == after.device
-        known = known and before.requires_grad == after.requires_grad and _is_link(called, node, before, after)
-    if not known:
+        whole = isinstance(V, int) and isinstance(last, int) and last == V  # comparing symbols would add a guard
+    alike = before.device == after.device and before.requires_grad == after.requires_grad
+    if not (whole and alike and _is_link(called, node, before, after)):
         raise Refused(Reason.LINK, called)
 
 

@@ -38,13 +38,13 @@ def value(node: Any) -> torch.Tensor:
 
 
 # Only these functions have a short name: a user's function that is called "view" must not pass for torch's.
-_TORCH = "matmul mm reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select".split()
+_NAMES = "matmul mm reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select"
 _FUNCTIONS: dict[Any, str] = {
     operator.getitem: "getitem",
     operator.matmul: "matmul",
     torch._C._nn.linear: "linear",
     F.linear: "linear",
-    **{getattr(torch, n): n for n in _TORCH},
+    **{getattr(torch, n): n for n in _NAMES.split()},
 }
 _OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
 _IN_PLACE_OPERATORS = {getattr(operator, n) for n in _OPERATORS.split()}
