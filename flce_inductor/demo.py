@@ -1,6 +1,6 @@
 """Train the same small language model three times and compare: eager, torch.compile, backend="flce_inductor".
 
-    python -m flce_inductor.demo                  # about three minutes on two CPU cores
+    python -m flce_inductor.demo                  # three to four minutes on two idle CPU cores
     python -m flce_inductor.demo --device cuda --batch 16 --seq 1024 --untied
 
 The model below is ordinary PyTorch and calls nothing of this package. `train_loss` is what gets compiled, and the only

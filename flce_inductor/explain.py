@@ -65,8 +65,8 @@ class Reason(enum.Enum):
         "the dtypes of the hidden states, weight and bias are not a combination that the ops take",
         "use one floating dtype, or float32 parameters with 16-bit hidden states (autocast)",
     )
-    NO_GRAD_HEAD = (
-        "the head runs without gradients while the loss has them",
+    GRAD_MODE = (
+        "gradients are switched on or off between the head and the loss",
         "compute the head and the loss under the same grad mode",
     )
     MUTATION = (

@@ -1,12 +1,15 @@
-"""The rows kernel: what happens to one chunk of logits between the GEMM that makes them and the GEMMs that use dlogits.
+"""What happens to one chunk of logits between the GEMM that makes them and the GEMMs that use dlogits.
 
-For each row z of the slab and its label t (design: "row statistics are the only primitive")
+For each row of the slab, z = epilogue(logits), and its label t (design: "row statistics are the only primitive")
 
     max = max_v z[v]        logsum = log sum_v exp(z[v] - max)        nll = (max - z[t]) + logsum
-    dlogits[v] = (g_nll + g_lse) * p[v] - g_nll * [v == t],           p[v] = exp((z[v] - max) - logsum)
+    zsum = sum_v u[v] z[v]        pz = sum_v p[v] z[v]        argmax,        p[v] = exp((z[v] - max) - logsum)
+    dz[v] = (g_nll + g_lse) * p[v] - g_nll * [v == t] + g_zsum * u[v] + g_pz * p[v] * (z[v] - pz + 1)
+    dlogits = dz * dz/dlogits
 
 `rows_` is the entrance. It runs the Triton kernel of `templates/rows.py.jinja` on devices that have Triton, and torch
-operations in cache sized blocks of rows everywhere else.
+operations in cache sized blocks of rows everywhere else. So does `add_residual_`, which adds to a pair of 16-bit
+tensors, for a dweight that needs more digits than its dtype has.
 """
 
 import contextlib
@@ -21,73 +24,152 @@ import jinja2
 import torch
 from torch import Tensor
 
-__all__ = ["rows_", "source_hash_files", "torch_rows_", "triton_rows_"]
+__all__ = [
+    "IDENTITY",
+    "Cotangents",
+    "Epilogue",
+    "Statistics",
+    "add_residual_",
+    "rows_",
+    "select",
+    "source_hash_files",
+    "torch_add_residual_",
+    "torch_rows_",
+    "triton_add_residual_",
+    "triton_rows_",
+]
+
+
+class Epilogue(NamedTuple):
+    """What turns a raw logit x into z = cap * f(scale * (x + shift)), with f named by `function`.
+
+        tanh softcap           Epilogue("tanh", scale=1 / cap, cap=cap)
+        modded-nanogpt's       Epilogue("sigmoid", scale=1 / 7.5, shift=5, cap=23)
+        temperature T          Epilogue(scale=1 / T)
+
+    Other numbers compile nothing; another function does.
+    """
+
+    function: str = ""  # "", "tanh" or "sigmoid"; "" is the identity
+    scale: float = 1.0
+    shift: float = 0.0
+    cap: float = 1.0
+
+
+IDENTITY = Epilogue()
+
+
+class Statistics(NamedTuple):
+    """Row statistics, each [C] in stat dtype but argmax, which is int64; None for those not wanted."""
+
+    nll: Tensor | None
+    max: Tensor
+    logsum: Tensor
+    zsum: Tensor | None = None
+    pz: Tensor | None = None
+    argmax: Tensor | None = None
+
+
+class Cotangents(NamedTuple):
+    """Cotangents of the statistics of these names (lse = max + logsum), each [C] in stat dtype, or None for 0."""
+
+    nll: Tensor | None = None
+    lse: Tensor | None = None
+    zsum: Tensor | None = None
+    pz: Tensor | None = None
+
+
+def select(vectors: Statistics | Cotangents, rows: slice) -> Statistics | Cotangents:
+    """Views of those rows of each vector."""
+    return type(vectors)(*(None if vector is None else vector[rows] for vector in vectors))
 
 
 def rows_(
     slab: Tensor,
     target: Tensor,
-    nll: Tensor | None,
-    max: Tensor,
-    logsum: Tensor,
-    g_nll: Tensor | None,
-    g_lse: Tensor | None,
-    scale: Tensor | None,
+    statistics: Statistics,
+    cotangents: Cotangents | None,
     ignore_index: int,
     *,
     stats: bool,
     grad: bool,
+    scale: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    epilogue: Epilogue = IDENTITY,
+    out: Tensor | None = None,
 ) -> None:
-    """Row statistics of a slab of logits and, in place, the gradient with respect to them.
+    """Row statistics of a slab of logits and, in place unless `out` is given, the gradient with respect to them.
 
     The *stat dtype* is float64 for a float64 slab and float32 for every other. All tensors are on one device.
 
-        slab    [C, V] float16, bfloat16, float32 or float64, unit stride along V, any row stride: logits;
-                overwritten by dlogits, each rounded once, if grad
-        target  [C] int64
-        nll     [C] stat dtype: written if stats, else not used and may be None
-        max     [C] stat dtype: written if stats, else read
-        logsum  [C] stat dtype: written if stats, else read
-        g_nll   [C] stat dtype, or None for 0: cotangent of nll
-        g_lse   [C] stat dtype, or None for 0: cotangent of lse = max + logsum
-        scale   [] stat dtype, or None for 1: multiplies both cotangents
+        slab          [C, V] float16, bfloat16, float32 or float64, unit stride along V, any row stride: logits;
+                      overwritten by dlogits, each rounded once, if grad and out is None
+        target        [C] int64
+        statistics    written if stats: nll, max, logsum and those of zsum, pz and argmax that are not None.
+                      Else max, logsum and, if cotangents.pz is not None, pz are read and the others not used
+        cotangents    used if grad; None for Cotangents(), zeros
+        scale         [] stat dtype, or None for 1: multiplies all cotangents
+        class_weight  [V] stat dtype: u, or None for 1
+        out           [C, V] like the slab, which it does not overlap: if grad, dlogits are written here instead
 
-    With valid = (target != ignore_index), gn = g_nll * scale where valid and exactly 0 elsewhere (a select: g_nll may
-    be inf or NaN there), gl = g_lse * scale:
+    With z = epilogue(slab), computed in stat dtype, p = exp((z - max) - logsum), valid = (target != ignore_index),
+    gn = g_nll * scale where valid and exactly 0 elsewhere (a select: g_nll may be inf or NaN there), and gl, gz, gp
+    the other cotangents times scale, which are not masked:
 
-        nll     = (max - z[target]) + logsum  where valid, 0 elsewhere
-        dlogits = (gn + gl) * exp((z - max) - logsum) - gn * [v == target]
+        nll    = (max - z[target]) + logsum  where valid, 0 elsewhere
+        zsum   = sum(u * z)
+        pz     = sum(p * z), to which z = -inf adds 0
+        argmax = first index of the largest z, or of the first NaN, as torch.argmax
+        dz     = (gn + gl) * p - gn * [v == target] + gz * u + gp * p * (z - pz + 1), the last term 0 where p is
+        dlogits = dz * dz/dslab
 
-    Every row is written, ignored ones too. A -inf logit has p = 0. A NaN or +inf logit, or a row of nothing but -inf,
-    makes the nll (where valid) and the dlogits of its own row NaN, for zero cotangents too, as in eager. A row of
-    nothing but -inf has the lowest finite number as max and -inf as logsum: its lse is -inf, as in torch.logsumexp.
+    u has no part in nll: a class-weighted loss is nll times u[target], which belongs into g_nll. Where stats and grad
+    are asked for together and cotangents.pz is given, statistics.pz must be too. pz - max has more digits than the
+    rounded pz where the logits have a large common offset, and is what such a call uses.
+
+    Every row is written, ignored ones too. z = -inf has p = 0. z = NaN or +inf, or a row of nothing but -inf, makes the
+    nll (where valid), pz and the dlogits of its own row NaN, for zero cotangents too, as in eager. A row of nothing but
+    -inf has the lowest finite number as max and -inf as logsum: its lse is -inf, as in torch.logsumexp. zsum is what
+    the sum gives: -inf for an excluded logit, NaN if its u is 0.
+
+    tanh and sigmoid may differ from torch's in the last digit: argmax may then choose another of two logits that are
+    as good as equal.
 
     Labels outside of [0, V) never access memory: nll is NaN, and dlogits has no column for the second term. So a slab
-    that holds the columns [lo, lo + Vb) of the logits takes (target - lo, ignore_index - lo), max and logsum of the
-    whole row and stats=False.
+    that holds the columns [lo, lo + Vb) of the logits takes (target - lo, ignore_index - lo), class_weight[lo:lo + Vb],
+    max, logsum and pz of the whole row and stats=False.
 
     No host synchronisation and no allocation proportional to C * V.
 
-    Raises ValueError for tensors of another shape, dtype or stride. Warns once per device and variant (RuntimeWarning)
-    if the Triton kernel cannot be built there, and uses the torch implementation from then on.
+    Raises ValueError for tensors of another shape, dtype or stride and for an unknown epilogue. Warns once per device
+    and variant (RuntimeWarning) if the Triton kernel cannot be built there, and uses the torch implementation from then
+    on.
     """
-    args = (slab, target, nll, max, logsum, g_nll, g_lse, scale, ignore_index)
-    if slab.device.type in _TRITON_DEVICES:
-        variant = (slab.device, _key(slab, g_nll, g_lse, scale, stats, grad))
-        if variant not in _unbuildable:
-            try:
-                return triton_rows_(*args, stats=stats, grad=grad)
-            except Exception as error:
-                # A kernel that was not built has not run: the slab still holds logits.
-                if not _is_build_error(error):
-                    raise
-                _unbuildable.add(variant)
-                warnings.warn(_fallback_message(slab.device, error), RuntimeWarning, stacklevel=2)
-    torch_rows_(*args, stats=stats, grad=grad)
+    cotangents = cotangents or Cotangents()
+    options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
+    key = _key(slab, statistics, cotangents, **options)
+    if not _triton(triton_rows_, slab.device, key, slab, target, statistics, cotangents, ignore_index, **options):
+        torch_rows_(slab, target, statistics, cotangents, ignore_index, **options)
 
 
-_TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
-_unbuildable: set[tuple[torch.device, "RowsKey"]] = set()
+def add_residual_(total: Tensor, residual: Tensor, part: Tensor, *, first: bool = False) -> None:
+    """total + residual += part, for a sum with about twice the digits of the dtype that holds it.
+
+        total     [R, H] float16 or bfloat16, unit stride along H, any row stride: the sum, rounded to its dtype
+        residual  [R, H] dtype of total, likewise: what that rounding left, rounded to its dtype
+        part      [R, H] float32, likewise
+        first     total and residual are not read: they hold nothing yet
+
+    In float32, s = (total + residual) + part, then total = s and residual = s - total, each rounded once. Where total
+    is NaN or infinite then, residual is 0.
+
+    The pair has 16 or more bits of a bfloat16 sum and 22 or more of a float16 one, there down to 2^-25.
+
+    Raises and warns as `rows_`.
+    """
+    key = ResidualKey(first)
+    if not _triton(triton_add_residual_, total.device, key, total, residual, part, first=first):
+        torch_add_residual_(total, residual, part, first=first)
 
 
 # ---------------------------------------------------------------- Triton
@@ -98,83 +180,177 @@ class RowsKey(NamedTuple):
 
     stats: bool
     grad: bool
-    g_nll: bool
-    g_lse: bool
-    scale: bool
-    float64: bool
+    g_nll: bool = False
+    g_lse: bool = False
+    g_zsum: bool = False
+    g_pz: bool = False
+    scale: bool = False
+    zsum: bool = False  # statistics that are written; pz also if it is read
+    pz: bool = False
+    argmax: bool = False
+    class_weight: bool = False
+    out: bool = False
+    function: str = ""  # of the epilogue; "affine" if it has none but is not the identity
+    float64: bool = False
 
 
-def triton_rows_(slab, target, nll, max, logsum, g_nll, g_lse, scale, ignore_index, *, stats, grad) -> None:
+class ResidualKey(NamedTuple):
+    """The switch of templates/residual.py.jinja."""
+
+    first: bool
+
+
+_TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
+_unbuildable: set[tuple[torch.device, RowsKey | ResidualKey]] = set()
+
+
+def _triton(function, device: torch.device, key, *args, **options) -> bool:
+    """Whether `function`, which launches the kernel for `key`, did so. If not, nothing has happened yet."""
+    if device.type not in _TRITON_DEVICES or (device, key) in _unbuildable:
+        return False
+    try:
+        function(*args, **options)
+    except Exception as error:
+        # A kernel that was not built has not run: the slab still holds logits.
+        if not _is_build_error(error):
+            raise
+        _unbuildable.add((device, key))
+        warnings.warn(_fallback_message(device, key, error), RuntimeWarning, stacklevel=3)
+        return False
+    return True
+
+
+def triton_rows_(
+    slab,
+    target,
+    statistics,
+    cotangents,
+    ignore_index,
+    *,
+    stats,
+    grad,
+    scale=None,
+    class_weight=None,
+    epilogue=IDENTITY,
+    out=None,
+) -> None:
     """`rows_` by the Triton kernel, whatever the device (the CPU works under TRITON_INTERPRET=1)."""
-    _check(slab, target, nll, max, logsum, g_nll, g_lse, scale, stats, grad)
-    key = _key(slab, g_nll, g_lse, scale, stats, grad)
+    cotangents = cotangents or Cotangents()
+    options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
+    _check(slab, target, statistics, cotangents, **options)
+    key = _key(slab, statistics, cotangents, **options)
     C, V = slab.shape
     if C == 0:
         return
-    tensors = {
-        "slab": slab,
-        "target": target,
-        "nll": nll,
-        "max": max,
-        "logsum": logsum,
-        "g_nll": g_nll,
-        "g_lse": g_lse,
-        "scale": scale,
-    }
-    # Triton launches on the current device, not on that of its arguments.
-    on_device = torch.accelerator.device_index(slab.device.index) if slab.device.type != "cpu" else _nothing
-    block, num_warps = _config(V, key.float64)
-    with on_device:
+    tensors = {"slab": slab, "out": out, "target": target, "scale": scale, "class_weight": class_weight}
+    tensors |= statistics._asdict() | {f"g_{name}": g for name, g in cotangents._asdict().items()}
+    block, num_warps = _config(V, key)
+    with _current(slab.device):
         load_kernel(key)[(C,)](
-            *(tensors[name] if name == "slab" else tensors[name].contiguous() for name in pointer_args(key)),
+            *(tensors[name] if name in _MATRICES else tensors[name].contiguous() for name in pointer_args(key)),
             slab.stride(0),
+            *([out.stride(0)] if key.out else []),
             V,
             ignore_index,
+            *([float(epilogue.scale), float(epilogue.shift), float(epilogue.cap)] if key.function else []),
             BLOCK=block,
             num_warps=num_warps,
             enable_fp_fusion=True,  # the default until triton 3.9, which warns that 3.10 will change it
         )
 
 
-_nothing = contextlib.nullcontext()
+def triton_add_residual_(total, residual, part, *, first=False) -> None:
+    """`add_residual_` by the Triton kernel."""
+    _check_residual(total, residual, part)
+    if total.numel() == 0:
+        return
+    R, H = total.shape
+    block = 1024  # 8 elements for each of 128 threads: 16 bytes of the 16-bit tensors
+    with _current(total.device):
+        load_kernel(ResidualKey(first))[(R, -(-H // block))](
+            total,
+            residual,
+            part,
+            total.stride(0),
+            residual.stride(0),
+            part.stride(0),
+            H,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
 
 
-def _key(slab, g_nll, g_lse, scale, stats, grad) -> RowsKey:
+def _current(device: torch.device):
+    """Triton launches on the current device, not on that of its arguments."""
+    return torch.accelerator.device_index(device.index) if device.type != "cpu" else contextlib.nullcontext()
+
+
+def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out) -> RowsKey:
+    g = Cotangents(*(grad and vector is not None for vector in cotangents))
+    zsum = stats and statistics.zsum is not None
     return RowsKey(
         stats=stats,
         grad=grad,
-        g_nll=grad and g_nll is not None,
-        g_lse=grad and g_lse is not None,
-        scale=grad and scale is not None and not (g_nll is None and g_lse is None),
+        g_nll=g.nll,
+        g_lse=g.lse,
+        g_zsum=g.zsum,
+        g_pz=g.pz,
+        scale=scale is not None and any(g),
+        zsum=zsum,
+        pz=statistics.pz is not None if stats else g.pz,
+        argmax=stats and statistics.argmax is not None,
+        class_weight=class_weight is not None and (zsum or g.zsum),
+        out=grad and out is not None,
+        function=epilogue.function or ("" if _is_identity(epilogue) else "affine"),
         float64=slab.dtype == torch.float64,
     )
+
+
+def _is_identity(epilogue: Epilogue) -> bool:
+    return not epilogue.function and epilogue.shift == 0 and epilogue.scale * epilogue.cap == 1
 
 
 def _uses_label(key: RowsKey) -> bool:
     return key.stats or key.g_nll
 
 
+_MATRICES = ("slab", "out")
+
+
 def pointer_args(key: RowsKey) -> list[str]:
     """Names, in order, of the tensors that the kernel for `key` takes (its parameters without "_ptr")."""
     used = {
         "slab": True,
+        "out": key.out,
         "target": _uses_label(key),
+        "class_weight": key.class_weight,
         "nll": key.stats,
         "max": True,
         "logsum": True,
+        "zsum": key.zsum,
+        "pz": key.pz,
+        "argmax": key.argmax,
         "g_nll": key.g_nll,
         "g_lse": key.g_lse,
+        "g_zsum": key.g_zsum,
+        "g_pz": key.g_pz,
         "scale": key.scale,
     }
     return [name for name, wanted in used.items() if wanted]
 
 
-def _config(V: int, float64: bool) -> tuple[int, int]:
+def _config(V: int, key: RowsKey) -> tuple[int, int]:
     """(BLOCK, num_warps): 8 elements of 4 bytes per thread; 8192 with 32 warps was the best of 60 configurations on an
-    H200 at V = 128256. Double precision halves the block: its accumulators take two registers each."""
-    largest, per_warp = (4096, 128) if float64 else (8192, 256)
+    H200 at V = 128256. Double precision halves the block, as its accumulators take two registers each, and so do two
+    or more statistics beyond the lse: 1024 threads have 64 registers each, and ptxas spilled 8 to 56 bytes."""
+    per_warp = 256
+    if key.float64:
+        per_warp //= 2
+    if key.zsum + key.pz + key.argmax > 1:
+        per_warp //= 2
     block = 16
-    while block < V and block < largest:
+    while block < V and block < 32 * per_warp:
         block *= 2
     # 1024 threads are the most that a block has: 16 warps of 64 lanes on AMD.
     most_warps = 16 if torch.version.hip else 32
@@ -182,14 +358,18 @@ def _config(V: int, float64: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def load_kernel(key: RowsKey):
+def load_kernel(key: RowsKey | ResidualKey):
     """The `triton.jit` function for `key`, from a file in Inductor's code cache (triton.jit reads its source there)."""
     from torch._inductor.codecache import PyCodeCache  # heavy, and not needed on a CPU
 
-    return PyCodeCache.load(render(key)).rows
+    return getattr(PyCodeCache.load(render(key)), _kernel_name(key))
 
 
-def render(key: RowsKey) -> str:
+def _kernel_name(key: RowsKey | ResidualKey) -> str:
+    return "rows" if isinstance(key, RowsKey) else "add_residual"
+
+
+def render(key: RowsKey | ResidualKey) -> str:
     """Source of the Python module that defines the kernel for `key`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_template_dir()),
@@ -198,7 +378,10 @@ def render(key: RowsKey) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    vectors = [name for name in pointer_args(key) if name != "slab"]
+    if isinstance(key, ResidualKey):
+        return environment.get_template("residual.py.jinja").render(**key._asdict())
+    # class_weight may be specialised on its alignment: a vector load of it matters, and there are two cases of it only
+    vectors = [name for name in pointer_args(key) if name not in (*_MATRICES, "class_weight")]
     return environment.get_template("rows.py.jinja").render(label=_uses_label(key), vectors=vectors, **key._asdict())
 
 
@@ -239,14 +422,15 @@ def _is_build_error(error: Exception) -> bool:
     return any(base.__module__ == "triton.errors" for base in type(error).__mro__)
 
 
-def _fallback_message(device: torch.device, error: Exception) -> str:
+def _fallback_message(device: torch.device, key, error: Exception) -> str:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
     reason = (str(error).strip().splitlines() or [""])[-1]
     return (
-        f"flce_inductor: the Triton rows kernel could not be built for {device} ({type(error).__name__}: {reason}). "
+        f"flce_inductor: the Triton kernel `{_kernel_name(key)}` could not be built for {device} "
+        f"({type(error).__name__}: {reason}). "
         "Results stay right, but this part of the loss now runs as torch operations, which are slower. "
         f"To get the kernel back: check that triton ({version}) is the version that torch {torch.__version__} asks for "
         "and supports this device, that a C compiler is on PATH (or named by CC) and that TRITON_CACHE_DIR is "
@@ -257,56 +441,137 @@ def _fallback_message(device: torch.device, error: Exception) -> str:
 # ---------------------------------------------------------------- torch
 
 
-def torch_rows_(slab, target, nll, max, logsum, g_nll, g_lse, scale, ignore_index, *, stats, grad) -> None:
+def torch_rows_(
+    slab,
+    target,
+    statistics,
+    cotangents,
+    ignore_index,
+    *,
+    stats,
+    grad,
+    scale=None,
+    class_weight=None,
+    epilogue=IDENTITY,
+    out=None,
+) -> None:
     """`rows_` by torch operations in place, a few rows at a time so that they stay in the cache between operations."""
-    _check(slab, target, nll, max, logsum, g_nll, g_lse, scale, stats, grad)
+    cotangents = cotangents or Cotangents()
+    options = dict(scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
+    _check(slab, target, statistics, cotangents, stats=stats, grad=grad, **options)
     C, V = slab.shape
     dtype = _stat_dtype(slab)
+    nll, max, logsum, zsum, pz, argmax = statistics
 
     valid = target != ignore_index
     inside = (target >= 0) & (target < V)
     column = target.clamp(0, V - 1)  # something to index with; what comes from outside labels is not used
-    g, g_at_target = _cotangents(slab, valid, g_nll, g_lse, scale) if grad else (None, None)
+    g = gn = gz = gp = None
+    if grad:
+        g, gn, gz, gp = _scaled(cotangents, valid, scale, dtype)
+    wants_pz = (stats and pz is not None) or gp is not None
 
-    # The logits of a block in stat dtype become p and dlogits in place: in the slab itself, where it may be
+    # The logits of a block in stat dtype become p and dlogits in place: in the destination itself, where that may be
     # overwritten and holds enough digits.
-    in_slab = grad and slab.dtype == dtype
+    destination = slab if out is None else out
+    in_place = grad and slab.dtype == dtype
     step = _rows_per_block(slab, dtype)
-    work = None if in_slab else torch.empty(min(step, C), V, dtype=dtype, device=slab.device)
+    work = None if in_place else torch.empty(min(step, C), V, dtype=dtype, device=slab.device)
     for lo in range(0, C, step):
         block = slice(lo, min(lo + step, C))
-        z = slab[block] if in_slab else work[: block.stop - lo].copy_(slab[block])
+        z = destination[block] if in_place else work[: block.stop - lo]
+        if out is not None or not in_place:
+            z.copy_(slab[block])
+        slope = _apply_(epilogue, z, grad)
         index = column[block, None]
         if stats:
             # The lowest finite number for a row of nothing but -inf: no inf - inf, as in the kernel.
             torch.amax(z, 1, out=max[block]).clamp_(min=torch.finfo(dtype).min)
             torch.sub(max[block], z.gather(1, index).squeeze(1), out=nll[block])
-        z.sub_(max[block, None]).exp_()
+            if zsum is not None:
+                torch.sum(z if class_weight is None else z * class_weight, 1, out=zsum[block])
+            if argmax is not None:
+                torch.argmax(z, 1, out=argmax[block])
+        z.sub_(max[block, None])
+        # Where z is -inf, any finite number: p is 0 there.
+        below = z.clamp(min=-_FAR) if wants_pz else None
+        z.exp_()
         if stats:
-            torch.sum(z, 1, out=logsum[block]).log_()
+            total = z.sum(1)
+            torch.log(total, out=logsum[block])
             nll[block] += logsum[block]
+            if pz is not None:
+                mean = (z * below).sum(1).div_(total)
+                torch.add(max[block], mean, out=pz[block])
         if grad:
             # p is z * exp(-logsum): one pass less than subtracting logsum before the exp.
-            z.mul_((g[block] * torch.exp(-logsum[block]))[:, None])
-            if g_at_target is not None:
-                hit = torch.where(inside[block], g_at_target[block], 0)
+            if gp is None:
+                z.mul_((g[block] * torch.exp(-logsum[block]))[:, None])
+            else:
+                if not stats:
+                    mean = pz[block] - max[block]
+                along = below.sub_((mean - 1)[:, None]).mul_(gp[block, None]).add_(g[block, None])
+                z.mul_(along).mul_(torch.exp(-logsum[block])[:, None])
+            if gn is not None:
+                hit = torch.where(inside[block], gn[block], 0)
                 z.scatter_(1, index, z.gather(1, index) - hit[:, None])
-            if not in_slab:
-                slab[block].copy_(z)
+            if gz is not None:
+                if class_weight is None:
+                    z.add_(gz[block, None])
+                else:
+                    z.addcmul_(gz[block, None], class_weight)
+            if slope is not None:
+                z.mul_(slope)
+            if not in_place:
+                destination[block].copy_(z)
     if stats:
         nll.masked_fill_(~inside, float("nan")).masked_fill_(~valid, 0)
 
 
-def _cotangents(slab, valid, g_nll, g_lse, scale) -> tuple[Tensor, Tensor | None]:
-    """([C] gn + gl, [C] gn or None), in the words of `rows_`."""
-    gn = gl = None
-    if g_nll is not None:
-        gn = torch.where(valid, g_nll if scale is None else g_nll * scale, 0)
-    if g_lse is not None:
-        gl = g_lse if scale is None else g_lse * scale
-    if gn is None:
-        return torch.zeros_like(valid, dtype=_stat_dtype(slab)) if gl is None else gl, None
-    return gn if gl is None else gn + gl, gn
+_FAR = 1e4  # exp(-_FAR) is 0
+
+
+def _apply_(epilogue: Epilogue, x: Tensor, grad: bool) -> Tensor | float | None:
+    """x becomes z in place. Returns dz/dx if grad, or None for 1."""
+    function, scale, shift, cap = epilogue
+    if _is_identity(epilogue):
+        return None
+    if not function:
+        x.add_(shift).mul_(scale * cap)
+        return scale * cap
+    x.add_(shift).mul_(scale)
+    if function == "tanh":
+        x.tanh_()
+        slope = x.square().neg_().add_(1).mul_(scale * cap) if grad else None
+    else:
+        x.sigmoid_()
+        slope = torch.addcmul(x, x, x, value=-1).mul_(scale * cap) if grad else None
+    x.mul_(cap)
+    return slope
+
+
+def _scaled(cotangents: Cotangents, valid, scale, dtype) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """[C] gn + gl, gn, gz, gp in the words of `rows_`; None for 0 but for the first."""
+    gn, gl, gz, gp = (g if g is None or scale is None else g * scale for g in cotangents)
+    if gn is not None:
+        gn = torch.where(valid, gn, 0)
+    if gn is None or gl is None:
+        g = gn if gl is None else gl
+        return torch.zeros_like(valid, dtype=dtype) if g is None else g, gn, gz, gp
+    return gn + gl, gn, gz, gp
+
+
+def torch_add_residual_(total, residual, part, *, first=False) -> None:
+    """`add_residual_` by torch operations, a few rows at a time."""
+    _check_residual(total, residual, part)
+    if total.numel() == 0:
+        return
+    step = _rows_per_block(part, part.dtype)
+    for t, r, p in zip(total.split(step), residual.split(step), part.split(step), strict=True):
+        s = p if first else t.float().add_(r).add_(p)
+        t.copy_(s)
+        rounded = t.float()
+        r.copy_(torch.where(rounded.isfinite(), s - rounded, 0))
 
 
 # 4 MiB was the fastest of 0.5 to 8 for V = 50000 and 128256 on two cores with 1 MiB of L2 each: smaller blocks pay for
@@ -326,31 +591,61 @@ def _stat_dtype(slab: Tensor) -> torch.dtype:
     return torch.float64 if slab.dtype == torch.float64 else torch.float32
 
 
-def _check(slab, target, nll, max, logsum, g_nll, g_lse, scale, stats, grad) -> None:
-    """ValueError unless the tensors are what `rows_` documents: a kernel would read them wrongly without a word."""
+def _check(slab, target, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out) -> None:
+    """ValueError unless the arguments are what `rows_` documents: a kernel would read them wrongly without a word."""
     if slab.dim() != 2 or slab.dtype not in _SLAB_DTYPES or slab.shape[1] < 1:
         raise ValueError(f"rows_: slab must be [C, V] of {_SLAB_DTYPES}, got {list(slab.shape)} {slab.dtype}")
     C, V = slab.shape
-    if V > 1 and slab.stride(1) != 1:
-        raise ValueError(f"rows_: slab must have unit stride along V, got strides {slab.stride()}")
+    if epilogue.function not in _FUNCTIONS:
+        raise ValueError(f"rows_: epilogue.function must be one of {_FUNCTIONS}, got {epilogue.function!r}")
     dtype = _stat_dtype(slab)
-    wanted = [("target", target, (C,), torch.int64), ("max", max, (C,), dtype), ("logsum", logsum, (C,), dtype)]
-    if stats:
-        wanted.append(("nll", nll, (C,), dtype))
-        for name, vector in (("nll", nll), ("max", max), ("logsum", logsum)):
-            if vector is not None and not vector.is_contiguous():
-                raise ValueError(f"rows_: {name} is written and must be contiguous, got strides {vector.stride()}")
-    if grad:
-        optional = (("g_nll", g_nll, (C,), dtype), ("g_lse", g_lse, (C,), dtype), ("scale", scale, (), dtype))
-        wanted += [row for row in optional if row[1] is not None]
-    for name, tensor, shape, of_dtype in wanted:
-        if tensor is None:
+    needed = {"nll", "max", "logsum"} if stats else {"max", "logsum"}
+    if grad and cotangents.pz is not None:
+        needed.add("pz")
+    for name, vector in statistics._asdict().items():
+        if vector is None and name in needed:
             raise ValueError(f"rows_: {name} is missing")
-        if tensor.shape != shape or tensor.dtype != of_dtype or tensor.device != slab.device:
-            raise ValueError(
-                f"rows_: {name} must be {list(shape)} {of_dtype} on {slab.device}, "
-                f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            )
+        if stats and vector is not None and not vector.is_contiguous():
+            raise ValueError(f"rows_: {name} is written and must be contiguous, got strides {vector.stride()}")
+        if stats or name in needed:
+            _check_tensor("rows_", name, vector, (C,), torch.int64 if name == "argmax" else dtype, slab.device)
+    _check_tensor("rows_", "target", target, (C,), torch.int64, slab.device)
+    _check_tensor("rows_", "class_weight", class_weight, (V,), dtype, slab.device)
+    _check_unit_stride("rows_", "slab", slab)
+    if grad:
+        for name, vector in cotangents._asdict().items():
+            _check_tensor("rows_", f"g_{name}", vector, (C,), dtype, slab.device)
+        _check_tensor("rows_", "scale", scale, (), dtype, slab.device)
+        if out is not None:
+            _check_tensor("rows_", "out", out, (C, V), slab.dtype, slab.device)
+            _check_unit_stride("rows_", "out", out)
 
 
+def _check_residual(total, residual, part) -> None:
+    """ValueError unless the tensors are what `add_residual_` documents."""
+    if total.dim() != 2 or total.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"add_residual_: total must be [R, H] float16 or bfloat16, got {list(total.shape)} {total.dtype}"
+        )
+    _check_tensor("add_residual_", "residual", residual, total.shape, total.dtype, total.device)
+    _check_tensor("add_residual_", "part", part, total.shape, torch.float32, total.device)
+    for name, matrix in (("total", total), ("residual", residual), ("part", part)):
+        _check_unit_stride("add_residual_", name, matrix)
+
+
+def _check_tensor(function: str, name: str, tensor: Tensor | None, shape, dtype, device) -> None:
+    if tensor is None or (tensor.shape == shape and tensor.dtype == dtype and tensor.device == device):
+        return
+    raise ValueError(
+        f"{function}: {name} must be {list(shape)} {dtype} on {device}, "
+        f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+    )
+
+
+def _check_unit_stride(function: str, name: str, matrix: Tensor) -> None:
+    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        raise ValueError(f"{function}: {name} must have unit stride along its rows, got strides {matrix.stride()}")
+
+
+_FUNCTIONS = ("", "tanh", "sigmoid")
 _SLAB_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

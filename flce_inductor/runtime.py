@@ -259,15 +259,12 @@ def _rows_major(h, weight, target, bias, ignore_index, chunk_size, accum_dtype, 
         kernels.rows_(
             slab,
             target[chunk],
-            None if nll is None else nll[chunk],
-            max_[chunk],
-            logsum[chunk],
-            None if g_nll is None else g_nll[chunk],
-            None if g_lse is None else g_lse[chunk],
-            scale,
+            kernels.select(kernels.Statistics(nll, max_, logsum), chunk),
+            kernels.select(kernels.Cotangents(g_nll, g_lse), chunk),
             ignore_index,
             stats=saved is None,
             grad=grad,
+            scale=scale,
         )
         if needs.dh:
             for part in parts:

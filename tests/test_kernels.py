@@ -1,7 +1,10 @@
-"""The rows kernel: nll and lse of each row, dlogits in place, on every implementation.
+"""The rows kernel: statistics of each row and dlogits, and the sum in 16-bit pairs, on every implementation.
 
-`TestRows` runs over the torch implementation on the CPU and the Triton kernel on a GPU; a process of its own runs it
-over the Triton kernel under the interpreter, because TRITON_INTERPRET has to be set before triton is imported.
+`TestRows` and `TestResidual` run over the torch implementation on the CPU and the Triton kernel on a GPU; a process of
+its own runs them over the Triton kernel under the interpreter, because TRITON_INTERPRET has to be set before triton is
+imported.
+
+A kernel takes a second to compile, so the GPU runs each test in bfloat16 and only some in the other dtypes.
 """
 
 import importlib.metadata
@@ -22,7 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flce_inductor import kernels
-from flce_inductor.kernels import RowsKey, rows_, source_hash_files, torch_rows_, triton_rows_
+from flce_inductor.kernels import (
+    IDENTITY,
+    Cotangents,
+    Epilogue,
+    ResidualKey,
+    RowsKey,
+    Statistics,
+    add_residual_,
+    rows_,
+    select,
+    source_hash_files,
+    torch_add_residual_,
+    torch_rows_,
+    triton_add_residual_,
+    triton_rows_,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IGNORE = -100
@@ -45,26 +63,44 @@ class Impl(NamedTuple):
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-def _impls():
+def _impls(gpu_dtypes=(torch.bfloat16,)):
     if INTERPRETED:  # not bfloat16: the interpreter gets it wrong (facts)
         return [
             pytest.param(Impl(triton_rows_, "cpu", d), id=f"interpreter-{d}") for d in (torch.float32, torch.float64)
         ]
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     on_cpu = [pytest.param(Impl(torch_rows_, "cpu", d), id=f"torch-{d}") for d in dtypes]
-    on_gpu = [pytest.param(Impl(triton_rows_, "cuda", d), id=f"triton-{d}", marks=gpu_only) for d in dtypes]
-    on_gpu.append(pytest.param(Impl(torch_rows_, "cuda", torch.bfloat16), id="torch-on-cuda", marks=gpu_only))
-    return on_cpu + on_gpu
+    return on_cpu + [pytest.param(Impl(triton_rows_, "cuda", d), id=f"triton-{d}", marks=gpu_only) for d in gpu_dtypes]
 
 
-@pytest.fixture(params=_impls())
-def impl(request):
-    return request.param
+def _every_impl():
+    impls = _impls(gpu_dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    if not INTERPRETED:
+        impls.append(pytest.param(Impl(torch_rows_, "cuda", torch.bfloat16), id="torch-on-cuda", marks=gpu_only))
+    return impls
 
 
-@pytest.fixture(params=MODES)
-def mode(request):
-    return MODES[request.param]
+def pytest_generate_tests(metafunc):
+    """The arguments `impl`, `mode` and `every_impl`, which is `impl` and the dtypes that it leaves out on a GPU.
+
+    What the statistics alone compile to is part of what statistics and gradient do: `test_every_dtype` is enough of it
+    on a GPU.
+    """
+    names = set(metafunc.fixturenames)
+    if {"impl", "mode"} <= names:
+        both = [
+            pytest.param(*impl.values, mode, id=f"{impl.id}-{name}", marks=impl.marks)
+            for impl in _impls()
+            for name, mode in MODES.items()
+            if impl.values[0].device == "cpu" or mode[1]
+        ]
+        metafunc.parametrize("impl, mode", both)
+    elif "impl" in names:
+        metafunc.parametrize("impl", _impls())
+    elif "mode" in names:
+        metafunc.parametrize("mode", MODES.values(), ids=MODES)
+    if "every_impl" in names:
+        metafunc.parametrize("every_impl", _every_impl())
 
 
 @pytest.fixture(autouse=True)
@@ -79,70 +115,143 @@ class Result(NamedTuple):
     dlogits: torch.Tensor
     max: torch.Tensor
     logsum: torch.Tensor
+    zsum: torch.Tensor | None = None
+    pz: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
 
 
-def reference(z, target, g_nll=None, g_lse=None, scale=None, ignore_index=IGNORE) -> Result:
-    """In float64 on the CPU by torch's own loss and autograd. z [C, V]; g_nll, g_lse [C] or None; scale [] or None."""
-    z = z.detach().cpu().double()
+def apply(epilogue, x):
+    function = {"": lambda y: y, "tanh": torch.tanh, "sigmoid": torch.sigmoid}[epilogue.function]
+    return epilogue.cap * function(epilogue.scale * (x + epilogue.shift))
+
+
+def reference(
+    x,
+    target,
+    g_nll=None,
+    g_lse=None,
+    scale=None,
+    ignore_index=IGNORE,
+    *,
+    g_zsum=None,
+    g_pz=None,
+    class_weight=None,
+    epilogue=IDENTITY,
+) -> Result:
+    """In float64 on the CPU by torch's own loss and autograd. x [C, V]; cotangents [C] or None; scale [] or None."""
+    x = x.detach().cpu().double().requires_grad_()
     target = target.cpu()
-    top = z.amax(1)
+    z = apply(epilogue, x)
+    top = z.detach().amax(1)
     # Softmax does not see a shift, and float64 too would lose digits to a large common offset.
     shift = top.where(top.isfinite(), 0)
-    z = (z - shift[:, None]).requires_grad_()
-    nll = F.cross_entropy(z, target, reduction="none", ignore_index=ignore_index)
-    lse = torch.logsumexp(z, 1)
+    shifted = z - shift[:, None]
+    nll = F.cross_entropy(shifted, target, reduction="none", ignore_index=ignore_index)
+    lse = torch.logsumexp(shifted, 1)
+    zsum = (z if class_weight is None else z * class_weight.cpu().double()).sum(1)
+    mean = (shifted.softmax(1) * shifted.where(shifted != -math.inf, 0)).sum(1)  # pz - shift
     factor = 1.0 if scale is None else scale.cpu().double()
-    cotangents = [torch.zeros(len(z)).double() if g is None else g.cpu().double() * factor for g in (g_nll, g_lse)]
-    (dlogits,) = torch.autograd.grad([nll, lse], z, cotangents)
-    return Result(nll.detach(), lse.detach() + shift, dlogits, top, lse.detach() - (top - shift))
+    # zsum and pz only if they have a cotangent: in eager too a statistic that nothing uses makes no NaN
+    pairs = [(nll, g_nll), (lse, g_lse)] + [(y, g) for y, g in ((zsum, g_zsum), (mean, g_pz)) if g is not None]
+    cotangents = [torch.zeros(len(z)).double() if g is None else g.cpu().double() * factor for _, g in pairs]
+    (dlogits,) = torch.autograd.grad([y for y, _ in pairs], x, cotangents)
+    statistics = nll, lse + shift, dlogits, top, lse - (top - shift), zsum, mean + shift, z.argmax(1)
+    return Result(*(t.detach() for t in statistics))
 
 
-def run(impl, slab, target, g_nll=None, g_lse=None, scale=None, ignore_index=IGNORE, *, mode, saved=None) -> Result:
-    """Calls the implementation on `slab` itself. Statistics are outputs, or inputs taken from `saved`."""
+def run(
+    impl,
+    slab,
+    target,
+    g_nll=None,
+    g_lse=None,
+    scale=None,
+    ignore_index=IGNORE,
+    *,
+    mode,
+    saved=None,
+    wants=(),
+    g_zsum=None,
+    g_pz=None,
+    class_weight=None,
+    epilogue=IDENTITY,
+    out=None,
+) -> Result:
+    """Calls the implementation on `slab` itself. Statistics are outputs, or inputs taken from `saved`.
+
+    wants: those of "zsum", "pz" and "argmax" to ask for besides nll, max and logsum.
+    """
     stats, grad = mode
     C = len(slab)
-    poison = 12345.0  # whatever is not written stands out
-    nll, top, logsum = (torch.full([C], poison, dtype=impl.stat_dtype, device=impl.device) for _ in range(3))
-    if not stats:
-        nll = None
-        top.copy_(saved.max)
-        logsum.copy_(saved.logsum)
-    before = [t.clone() for t in (top, logsum)]
+    poison = 12345  # whatever is not written stands out
+
+    def vector(name):
+        return torch.full([C], poison, dtype=torch.int64 if name == "argmax" else impl.stat_dtype, device=impl.device)
+
+    def given(tensor):
+        return None if tensor is None else tensor.to(impl.device, impl.stat_dtype)
+
+    if stats:
+        statistics = Statistics(**{name: vector(name) for name in ("nll", "max", "logsum", *wants)})
+    else:
+        statistics = Statistics(
+            None, given(saved.max), given(saved.logsum), pz=None if g_pz is None else given(saved.pz)
+        )
+    before = [None if t is None else t.clone() for t in statistics]
     slab_before = slab.clone()
-    given = [None if g is None else g.to(impl.device, impl.stat_dtype) for g in (g_nll, g_lse, scale)]
-    impl.rows_(slab, target.to(impl.device), nll, top, logsum, *given, ignore_index, stats=stats, grad=grad)
-    if not grad:
+    impl.rows_(
+        slab,
+        target.to(impl.device),
+        statistics,
+        Cotangents(given(g_nll), given(g_lse), given(g_zsum), given(g_pz)),
+        ignore_index,
+        stats=stats,
+        grad=grad,
+        scale=given(scale),
+        class_weight=given(class_weight),
+        epilogue=epilogue,
+        out=out,
+    )
+    if not grad or out is not None:
         assert_same(slab, slab_before)
     if not stats:
-        assert_same(top, before[0])
-        assert_same(logsum, before[1])
-    return Result(nll, top + logsum, slab, top, logsum)
+        for old, new in zip(before, statistics, strict=True):
+            assert old is None or assert_same(old, new) is None
+    nll, top, logsum, *others = statistics
+    return Result(nll, top + logsum, slab if out is None else out, top, logsum, *others)
 
 
 def assert_same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_right(impl, actual: Result, expected: Result, mode, size=1.0):
-    """`size`: the largest cotangent. dlogits may differ by their one rounding and what stat dtype arithmetic costs."""
+def assert_right(impl, actual: Result, expected: Result, mode, size=1.0, z_error=0.0):
+    """`size`: the largest cotangent. dlogits may differ by their one rounding and what stat dtype arithmetic costs.
+
+    z_error: of the epilogue's z, in units of the stat dtype's epsilon."""
     stats, grad = mode
     eps = torch.finfo(impl.stat_dtype).eps
+
+    def assert_close(name, atol, rtol=8 * eps):
+        value = getattr(actual, name).cpu().double()
+        torch.testing.assert_close(value, getattr(expected, name), rtol=rtol, atol=atol, equal_nan=True)
+
     if stats:
         magnitude = expected.max.abs().nan_to_num(0, 0, 0).max().item() if len(expected.max) else 0
-        close = dict(rtol=8 * eps, atol=4 * eps * (1 + magnitude), equal_nan=True)
-        torch.testing.assert_close(actual.lse.cpu().double(), expected.lse, **close)
+        assert_close("lse", 4 * eps * (1 + magnitude + z_error))
         # nll is a difference: a common offset of the logits costs it nothing.
-        torch.testing.assert_close(actual.nll.cpu().double(), expected.nll, rtol=8 * eps, atol=16 * eps, equal_nan=True)
+        assert_close("nll", eps * (16 + 4 * z_error))
+        if actual.pz is not None:
+            assert_close("pz", 8 * eps * (1 + magnitude + z_error))
+        if actual.zsum is not None:
+            root = actual.dlogits.shape[1] ** 0.5
+            assert_close("zsum", eps * (8 + root) * (1 + magnitude + z_error * root))
+        if actual.argmax is not None:
+            assert_same(actual.argmax.cpu(), expected.argmax)
     if grad:
         rounding = 0 if impl.dtype == impl.stat_dtype else torch.finfo(impl.dtype).eps / 2
         tiny = 2.0**-25 if impl.dtype == torch.float16 else 0  # half of float16's smallest subnormal
-        torch.testing.assert_close(
-            actual.dlogits.cpu().double(),
-            expected.dlogits,
-            rtol=rounding * 1.01,
-            atol=size * 16 * eps + tiny,
-            equal_nan=True,
-        )
+        assert_close("dlogits", size * eps * (16 + z_error) + tiny, rtol=rounding * 1.01)
 
 
 def problem(impl, C=7, V=50, spread=3.0, seed=0):
@@ -153,6 +262,45 @@ def problem(impl, C=7, V=50, spread=3.0, seed=0):
     target[0], target[1] = 0, V - 1
     target[2] = target[C - 1] = IGNORE
     return slab, target, torch.randn(C, generator=gen), torch.randn(C, generator=gen)
+
+
+EPILOGUES = {
+    "tanh": Epilogue("tanh", 1 / 7.5, 0.5, 9.0),
+    "sigmoid": Epilogue("sigmoid", 1 / 7.5, 5.0, 23.0),
+    "affine": Epilogue("", -0.7, 0.3, 2.0),
+}
+Z_ERROR = 70  # of these, by their size
+EVERYTHING = ("zsum", "class_weight", "pz", "argmax", "scale", "out")
+COMBINATIONS = [
+    *(("zsum",), ("zsum", "class_weight"), ("pz",), ("argmax",), ("out",), ("tanh",), ("sigmoid",), ("affine",)),
+    *((*EVERYTHING, function) for function in EPILOGUES),
+]
+
+
+def options(features, slab, seed=1):
+    """Keyword arguments for `run`: each feature with what it takes."""
+    C, V = slab.shape
+    gen = torch.Generator().manual_seed(seed)
+    g_zsum, g_pz, u = torch.randn(C, generator=gen), torch.randn(C, generator=gen), torch.rand(V, generator=gen)
+    u[torch.rand(V, generator=gen) < 0.2] = 0
+    given = {"wants": tuple(name for name in ("zsum", "pz", "argmax") if name in features)}
+    if "zsum" in features:
+        given["g_zsum"] = g_zsum
+    if "pz" in features:
+        given["g_pz"] = g_pz
+    if "class_weight" in features:
+        given["class_weight"] = u
+    if "scale" in features:
+        given["scale"] = torch.tensor(0.37)
+    if "out" in features:
+        given["out"] = torch.full_like(slab, math.nan)
+    for name in EPILOGUES.keys() & set(features):
+        given["epilogue"] = EPILOGUES[name]
+    return given
+
+
+def for_reference(given):
+    return {name: value for name, value in given.items() if name not in ("wants", "out")}
 
 
 class TestRows:
@@ -290,11 +438,15 @@ class TestRows:
         whole[1:8, :50] = whole_before[1:8, :50]
         assert_same(whole, whole_before)
 
-    def test_a_vocabulary_block_gets_its_columns_of_the_whole_gradient(self, impl):
+    @pytest.mark.parametrize("features", [(), ("zsum", "class_weight", "pz", "tanh")], ids="-".join)
+    def test_a_vocabulary_block_gets_its_columns_of_the_whole_gradient(self, impl, features):
         slab, target, g_nll, g_lse = problem(impl, C=9, V=500)
         target[3:6] = torch.tensor([100, 199, 200])
-        expected = reference(slab, target, g_nll, g_lse)
+        given = options(features, slab)
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
         for lo, hi in ((0, 200), (200, 400), (400, 500)):
+            if "class_weight" in features:
+                given["class_weight"] = options(features, slab)["class_weight"][lo:hi]
             actual = run(
                 impl,
                 slab[:, lo:hi],
@@ -304,23 +456,281 @@ class TestRows:
                 ignore_index=IGNORE - lo,
                 mode=MODES["grad_from_saved"],
                 saved=expected,
+                **given,
             )
-            assert_right(impl, actual, expected._replace(dlogits=expected.dlogits[:, lo:hi]), (False, True), size=5)
+            part = expected._replace(dlogits=expected.dlogits[:, lo:hi])
+            assert_right(impl, actual, part, (False, True), size=10, z_error=Z_ERROR if features else 0)
 
     def test_vectors_that_are_read_may_have_any_stride(self, impl, mode):
         slab, target, _, g_lse = problem(impl)
-        g_nll = torch.tensor(0.7, device=impl.device, dtype=impl.stat_dtype).expand(len(slab))  # as from a mean
-        g_lse = torch.stack([g_lse, g_lse + 1], 1).to(impl.device, impl.stat_dtype)[:, 0]
-        target = torch.stack([target, target + 1], 1).to(impl.device)[:, 0]
-        expected = reference(slab, target, g_nll, g_lse)
-        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected)
-        assert_right(impl, actual, expected, mode, size=5)
 
-    def test_no_rows(self, impl, mode):
-        slab, target, g_nll, g_lse = problem(impl)
-        nothing = [t[:0] for t in (slab, target, g_nll, g_lse)]
-        actual = run(impl, *nothing, mode=mode, saved=reference(*nothing))
+        def strided(vector):
+            return torch.stack([vector, vector + 1], 1).to(impl.device, impl.stat_dtype)[:, 0]
+
+        g_nll = torch.tensor(0.7, device=impl.device, dtype=impl.stat_dtype).expand(len(slab))  # as from a mean
+        given = options(("zsum", "class_weight", "pz"), slab)
+        vectors = {name: strided(given[name]) for name in ("g_zsum", "g_pz", "class_weight")}
+        target = torch.stack([target, target + 1], 1).to(impl.device)[:, 0]
+        expected = reference(slab, target, g_nll, g_lse, **vectors)
+        actual = run(impl, slab, target, g_nll, strided(g_lse), mode=mode, saved=expected, **(given | vectors))
+        assert_right(impl, actual, expected, mode, size=10)
+
+    @pytest.mark.parametrize("features", [(), (*EVERYTHING, "tanh")], ids="-".join)
+    def test_no_rows(self, impl, mode, features):
+        slab, target, g_nll, g_lse = (t[:0] for t in problem(impl))
+        given = options(features, slab)
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected, **given)
         assert actual.dlogits.shape == (0, 50)
+
+    # 9001: full blocks and a rest, whatever the block
+    @pytest.mark.parametrize("features", COMBINATIONS, ids="-".join)
+    def test_each_feature_alone_and_all_together(self, impl, mode, features):
+        self.check_features(impl, mode, features, V=9001)
+
+    @pytest.mark.parametrize("features", [(), COMBINATIONS[-2]], ids="-".join)
+    def test_every_dtype(self, every_impl, features):
+        for mode in MODES.values():
+            self.check_features(every_impl, mode, features, V=5000)
+
+    @pytest.mark.parametrize("V", [1, 17, 8192])
+    def test_all_features_at_any_vocabulary(self, impl, mode, V):
+        self.check_features(impl, mode, COMBINATIONS[-1], V)  # the negative scale makes padding inf unless masked
+
+    def check_features(self, impl, mode, features, V):
+        slab, target, g_nll, g_lse = problem(impl, V=V)
+        given = options(features, slab)
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected, **given)
+        assert_right(impl, actual, expected, mode, size=10, z_error=Z_ERROR if "epilogue" in given else 0)
+
+    @pytest.mark.parametrize("features", [c for c in COMBINATIONS if c != ("argmax",)], ids="-".join)
+    def test_features_change_the_gradient_that_they_should(self, features):
+        """Of the reference: a feature that it ignores would be ignored by the comparison too."""
+        slab, target, g_nll, g_lse = problem(Impl(None, "cpu", torch.float64))
+        with_feature = reference(slab, target, g_nll, g_lse, **for_reference(options(features, slab)))
+        plain = reference(slab, target, g_nll, g_lse)
+        assert ((with_feature.dlogits - plain.dlogits).abs().max() > 0.1) == (features != ("out",))
+
+    @pytest.mark.parametrize("given", [("zsum",), ("pz",), ("zsum", "pz", "scale")], ids="-".join)
+    def test_cotangents_of_zsum_and_pz_stand_alone(self, impl, given):
+        slab, target, *_ = problem(impl)
+        given = options(given, slab)
+        expected = reference(slab, target, **for_reference(given))
+        actual = run(impl, slab, target, mode=MODES["stats_and_grad"], **given)
+        assert_right(impl, actual, expected, MODES["stats_and_grad"], size=5)
+
+    def test_an_excluded_logit_in_zsum_is_what_the_sum_gives(self, impl, mode):
+        slab, target, g_nll, g_lse = problem(impl, V=9001)
+        given = options(("zsum", "class_weight"), slab)
+        given["class_weight"][:20] = 0.5
+        given["class_weight"][11] = 0
+        slab[3, 10] = -math.inf
+        slab[4, 11] = -math.inf
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected, **given)
+        assert_right(impl, actual, expected, mode, size=5)
+        if mode[0]:
+            assert actual.zsum[3] == -math.inf and actual.zsum[4].isnan()  # 0 * -inf
+            assert actual.zsum.isfinite().sum() == 5
+        if mode[1]:
+            assert actual.dlogits.isfinite().all()
+
+    def test_excluded_logits_add_nothing_to_pz_and_get_no_gradient_of_it(self, impl, mode):
+        slab, target, *_ = problem(impl, V=9000)
+        slab[:, :8500] = -math.inf  # more than the kernel's first block
+        slab[3, 8501:] = -math.inf  # one logit left: pz is it
+        given = options(("pz",), slab)
+        expected = reference(slab, target, **for_reference(given))
+        actual = run(impl, slab, target, mode=mode, saved=expected, **given)
+        assert_right(impl, actual, expected, mode, size=5)
+        if mode[0]:
+            assert actual.pz[3] == slab[3, 8500] or mode[1]  # overwritten if grad
+        if mode[1]:
+            assert (actual.dlogits[:, :8500] == 0).all() and actual.dlogits.isfinite().all()
+
+    def test_a_common_offset_costs_the_gradient_of_pz_nothing(self, impl):
+        slab, target, *_ = problem(impl, V=1000)
+        slab += 1e4
+        given = options(("pz",), slab)
+        expected = reference(slab, target, **for_reference(given))
+        actual = run(impl, slab, target, mode=MODES["stats_and_grad"], **given)
+        assert_right(impl, actual, expected, MODES["stats_and_grad"], size=5)
+
+    def test_the_extremes_of_pz(self, impl):
+        slab, target, *_ = problem(impl)
+        finfo = torch.finfo(impl.dtype)
+        slab[0] = finfo.min  # a uniform row at the lower end
+        slab[1, 1:] = finfo.min
+        slab[1, 0] = finfo.max  # further apart than the largest number
+        actual = run(impl, slab, target, mode=MODES["stats_and_grad"], **options(("pz",), slab.clone()))
+        assert_same(actual.pz[:2].cpu().double(), torch.tensor([finfo.min, finfo.max], dtype=torch.float64))
+        assert actual.dlogits.isfinite().all() and (actual.dlogits[1, 1:] == 0).all()
+
+    def test_argmax_is_the_first_of_the_largest_or_of_the_nans(self, impl):
+        slab, target, *_ = problem(impl, V=9001)
+        lowest = torch.finfo(impl.dtype).min
+        slab[0, [5, 700, 8600]] = 100
+        slab[1, [20, 8700]], slab[1, 3] = math.nan, math.inf
+        slab[2] = -math.inf
+        slab[3] = -math.inf
+        slab[3, [30, 31, 8999]] = lowest
+        slab[4, [8999, 17]] = math.inf
+        slab[5, 8999] = math.nan
+        slab[6, 9000] = 100
+        actual = run(impl, slab, target, mode=MODES["stats"], wants=("argmax",))
+        assert actual.argmax.tolist() == [5, 20, 0, 30, 17, 8999, 9000] == slab.argmax(1).tolist()
+
+    @pytest.mark.parametrize("function", ["tanh", "sigmoid"])
+    def test_a_saturated_logit_gets_exactly_no_gradient(self, impl, mode, function):
+        slab, target, g_nll, g_lse = problem(impl)
+        target[3] = 17
+        slab[:, 17], slab[:, 18], slab[:, 19], slab[:, 20] = math.inf, -math.inf, 1e4, -1e4
+        given = options(("zsum", "pz", function), slab)
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected, **given)
+        assert_right(impl, actual, expected, mode, size=10, z_error=Z_ERROR)
+        if mode[0]:
+            assert (actual.max == given["epilogue"].cap).all() and actual.nll.isfinite().all()
+        if mode[1]:
+            assert (actual.dlogits[:, 17:21] == 0).all() and (actual.dlogits[:, :17] != 0).any(1).all()
+
+    def test_the_softcap_of_small_logits_is_as_exact_as_they_are(self, impl):
+        slab, target, *_ = problem(impl, spread=1e-3)
+        epilogue = Epilogue("tanh", 1 / 50, 0, 50)
+        expected = reference(slab, target, epilogue=epilogue)
+        actual = run(impl, slab, target, mode=MODES["stats"], epilogue=epilogue)
+        # float32 has a branch for them; float64 has digits to spare
+        allowed = 2e-7 * expected.max if impl.stat_dtype == torch.float32 else torch.tensor(1e-13)
+        assert ((actual.max.cpu() - expected.max).abs() <= allowed).all()
+
+    def test_a_bad_row_touches_no_other_with_all_features(self, impl, mode):
+        clean, target, g_nll, g_lse = problem(impl, V=9001)
+        slab = clean.clone()
+        slab[1, 8999] = slab[2, 0] = slab[5] = math.nan
+        given = options((*EVERYTHING, "tanh"), slab)
+        saved = run(impl, slab.clone(), target, mode=MODES["stats"], **given)
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=saved, **given)
+        actual = actual._replace(dlogits=actual.dlogits.clone())  # out is used again
+        expected = run(impl, clean, target, g_nll, g_lse, mode=mode, saved=saved, **given)
+        good, bad = [0, 3, 4, 6], [1, 2, 5]
+        for name, value in actual._asdict().items():
+            if value is not None and (name != "dlogits" or mode[1]):
+                assert_same(value[good], getattr(expected, name)[good])
+        if mode[0]:
+            assert actual.nll[[1, 5]].isnan().all() and actual.pz[bad].isnan().all() and actual.zsum[bad].isnan().all()
+            assert actual.argmax[bad].tolist() == [8999, 0, 0]
+        if mode[1]:
+            assert actual.dlogits[bad].isnan().all() and actual.dlogits[good].isfinite().all()
+
+    @pytest.mark.parametrize("V, padded", [(50, 64), (9001, 9024)])
+    def test_out_may_have_padded_rows_of_its_own(self, impl, mode, V, padded):
+        slab, target, g_nll, g_lse = problem(impl, V=V)
+        whole = torch.full([len(slab), padded], 7.0, dtype=impl.dtype, device=impl.device)
+        expected = reference(slab, target, g_nll, g_lse)
+        actual = run(impl, slab, target, g_nll, g_lse, mode=mode, saved=expected, out=whole[:, :V])
+        assert_right(impl, actual, expected, mode, size=5)
+        assert (whole[:, V:] == 7).all()
+        assert mode[1] or (whole == 7).all()
+
+    def test_label_smoothing_with_class_weights_is_linear_in_the_statistics(self, impl):
+        """(1 - eps) * w[t] * nll + eps / V * sum_v w[v] * (lse - z[v]), whose last sum is W * lse - zsum."""
+        slab, target, *_ = problem(impl, V=1000)
+        smoothing, V = 0.1, 1000
+        weight = options(("class_weight",), slab)["class_weight"]
+        weight[target[3]] = 0
+        valid = target != IGNORE
+        x = slab.detach().cpu().double().requires_grad_()
+        loss = F.cross_entropy(x, target, weight.double(), label_smoothing=smoothing, reduction="none")
+        g = torch.randn(len(x), generator=torch.Generator().manual_seed(5)).double()
+        (dlogits,) = torch.autograd.grad(loss, x, g)
+
+        w, share = (1 - smoothing) * weight.double()[target.where(valid, 0)], smoothing / V * valid.double()
+        cotangents = {"g_nll": g * w, "g_lse": g * share * weight.double().sum(), "g_zsum": -g * share}
+        actual = run(
+            impl, slab, target, mode=MODES["stats_and_grad"], wants=("zsum",), class_weight=weight, **cotangents
+        )
+        nll, lse, zsum = (t.cpu().double() for t in (actual.nll, actual.lse, actual.zsum))
+        torch.testing.assert_close(w * nll + share * (weight.double().sum() * lse - zsum), loss, rtol=1e-5, atol=1e-6)
+        assert_right(impl, actual, reference(slab, target)._replace(dlogits=dlogits), (False, True), size=3)
+
+
+class TestResidual:
+    @pytest.fixture(
+        params=[pytest.param((triton_add_residual_, "cpu", torch.float16), id="interpreter")]
+        if INTERPRETED
+        else [
+            pytest.param((torch_add_residual_, "cpu", torch.bfloat16), id="torch-bfloat16"),
+            pytest.param((torch_add_residual_, "cpu", torch.float16), id="torch-float16"),
+            pytest.param((triton_add_residual_, "cuda", torch.bfloat16), id="triton-bfloat16", marks=gpu_only),
+            pytest.param((triton_add_residual_, "cuda", torch.float16), id="triton-float16", marks=gpu_only),
+        ]
+    )
+    def pair(self, request):
+        """(implementation, total [7, 1100], residual [7, 1100]) of rows in larger buffers, filled with NaN."""
+        add, device, dtype = request.param
+        total = torch.full([9, 1200], math.nan, dtype=dtype, device=device)[1:8, :1100]
+        residual = torch.full([7, 1152], math.nan, dtype=dtype, device=device)[:, 52:]
+        return add, total, residual
+
+    @staticmethod
+    def part(total, seed=0):
+        gen = torch.Generator().manual_seed(seed)
+        return torch.randn(7, 1300, generator=gen).to(total.device)[:, 100:1200]
+
+    def test_the_pair_accumulates_with_the_digits_of_both(self, pair):
+        add, total, residual = pair
+        alone = torch.zeros_like(total)
+        exact = torch.zeros(7, 1100, dtype=torch.float64)
+        for i in range(100):
+            part = self.part(total, seed=i)
+            add(total, residual, part, first=i == 0)
+            alone += part
+            exact += part.cpu().double()
+        error = (total.cpu().double() + residual.cpu().double() - exact).abs().mean()
+        assert error < (alone.cpu().double() - exact).abs().mean() / 100
+        # and the total is as near to the sum of both as its dtype gets
+        assert (residual.abs() <= total.abs() * (torch.finfo(total.dtype).eps / 2)).all()
+
+    def test_both_are_rounded_once(self, pair):
+        add, total, residual = pair
+        first, second = self.part(total, 1), self.part(total, 2)
+        add(total, residual, first, first=True)
+        assert_same(total, first.to(total.dtype))
+        assert_same(residual, (first - total.float()).to(total.dtype))
+        s = (total.float() + residual.float()) + second
+        add(total, residual, second)
+        assert_same(total, s.to(total.dtype))
+        assert_same(residual, (s - total.float()).to(total.dtype))
+
+    def test_what_is_around_stays(self, pair):
+        add, total, residual = pair
+        add(total, residual, self.part(total), first=True)
+        for view in (total, residual):
+            whole = view._base.clone()
+            assert whole.isfinite().sum() == 7700
+            whole.as_strided(view.shape, view.stride(), view.storage_offset())[:] = math.nan
+            assert whole.isnan().all()
+
+    def test_where_the_sum_is_not_finite_there_is_no_residual(self, pair):
+        add, total, residual = pair
+        part = self.part(total).clone()
+        part[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38])  # the last rounds to infinity
+        add(total, residual, part, first=True)
+        wanted = [math.inf, -math.inf, math.nan, math.inf]
+        assert_same(total[0, :4].cpu().float(), torch.tensor(wanted))
+        assert (residual[0, :4] == 0).all() and total[0, 4:].isfinite().all() and total[1:].isfinite().all()
+        add(total, residual, torch.ones_like(part))
+        assert_same(total[0, :4].cpu().float(), torch.tensor(wanted))
+        assert (residual[0, :4] == 0).all()
+
+    @pytest.mark.parametrize("rows, columns", [(0, 4), (3, 0), (1, 1), (5, 1024)])
+    def test_any_shape(self, pair, rows, columns):
+        add, total, residual = pair
+        part = self.part(total)[:rows, :columns]
+        add(total[:rows, :columns], residual[:rows, :columns], part, first=True)
+        assert_same(total[:rows, :columns], part.to(total.dtype))
+        assert total.isfinite().sum() == rows * columns
 
 
 # ---------------------------------------------------------------- the torch implementation
@@ -346,10 +756,10 @@ class Largest(TorchDispatchMode):
 def test_torch_temporaries_are_a_few_rows(dtype, mode):
     impl = Impl(torch_rows_, "cpu", dtype)
     slab, target, g_nll, _ = problem(impl, C=60, V=1000)
-    stats = run(impl, slab.clone(), target, mode=MODES["stats"])
-    stats_and_grad = (stats.nll, stats.max, stats.logsum, g_nll, None, None, IGNORE)
+    saved = run(impl, slab.clone(), target, mode=MODES["stats"])
+    statistics = Statistics(saved.nll, saved.max, saved.logsum)
     with Largest(slab) as largest:
-        torch_rows_(slab, target, *stats_and_grad, stats=mode[0], grad=mode[1])
+        torch_rows_(slab, target, statistics, Cotangents(g_nll), IGNORE, stats=mode[0], grad=mode[1])
     assert largest.nbytes <= 3 * 1000 * 4  # few_rows_per_block
 
 
@@ -381,7 +791,8 @@ needs_triton = pytest.mark.skipif(_version("triton") is None, reason="triton is 
 )
 def test_the_triton_kernel_under_the_interpreter():
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestRows"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + [f"{__file__}::{name}" for name in ("TestRows", "TestResidual")],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
@@ -394,15 +805,59 @@ def test_the_triton_kernel_under_the_interpreter():
 
 
 def all_keys(float64=False):
-    """Every kernel that rows_ can ask for."""
-    keys = [RowsKey(True, False, False, False, False, float64)]
+    """Every kernel that rows_ can ask for without the features below."""
+    keys = [RowsKey(stats=True, grad=False, float64=float64)]
     for stats, g_nll, g_lse, scale in itertools.product([False, True], repeat=4):
         if g_nll or g_lse or not scale:
-            keys.append(RowsKey(stats, True, g_nll, g_lse, scale, float64))
+            keys.append(RowsKey(stats=stats, grad=True, g_nll=g_nll, g_lse=g_lse, scale=scale, float64=float64))
     return keys
 
 
-FULL = RowsKey(stats=True, grad=True, g_nll=True, g_lse=True, scale=True, float64=False)
+FULL = RowsKey(stats=True, grad=True, g_nll=True, g_lse=True, scale=True)
+RICH = FULL._replace(
+    g_zsum=True, g_pz=True, zsum=True, pz=True, argmax=True, class_weight=True, out=True, function="tanh"
+)
+FEATURES = [
+    FULL._replace(zsum=True, g_zsum=True),
+    FULL._replace(zsum=True, g_zsum=True, class_weight=True, function="tanh"),
+    FULL._replace(pz=True, g_pz=True),
+    FULL._replace(argmax=True, function="affine"),
+    FULL._replace(out=True, function="sigmoid"),
+    RICH,
+    RICH._replace(stats=False, zsum=False, argmax=False),
+    RICH._replace(grad=False, g_nll=False, g_lse=False, g_zsum=False, g_pz=False, scale=False, out=False),
+]
+
+
+def cross_compile(key, capability, signature, BLOCK, num_warps, aligned):
+    """The compiled kernel for `key`; signature and aligned by parameter name."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = kernels.load_kernel(key)
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: signature[name] for name in names[:-1]} | {"BLOCK": "constexpr"}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names}
+    return triton.compile(
+        ASTSource(kernel, signature, {"BLOCK": BLOCK}, divisible),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, "enable_fp_fusion": True},
+    )
+
+
+def spilled_bytes(cubin, tmp_path):
+    """Stack of each thread, which is where ptxas puts what it has no registers for; 0 without NVIDIA's tool."""
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump.is_file():
+        return 0
+    (tmp_path / "kernel.cubin").write_bytes(cubin)
+    usage = subprocess.run(
+        [cuobjdump, "--dump-resource-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    )
+    return int(re.search(r"STACK:(\d+)", usage.stdout)[1])
 
 
 @needs_triton
@@ -410,56 +865,86 @@ FULL = RowsKey(stats=True, grad=True, g_nll=True, g_lse=True, scale=True, float6
 @pytest.mark.parametrize(
     "capability, slab_type, keys",
     [
-        *(pytest.param(90, t, all_keys(), id=f"sm_90-{t}-all") for t in ("fp32", "fp16", "bf16")),
+        pytest.param(90, "bf16", [*all_keys(), *FEATURES], id="sm_90-bf16-all"),
+        *(pytest.param(90, t, [*all_keys()[:2], FULL, *FEATURES[-3:]], id=f"sm_90-{t}") for t in ("fp32", "fp16")),
         *(
-            pytest.param(cc, t, [FULL], id=f"sm_{cc}-{t}")
+            pytest.param(cc, t, [FULL, RICH], id=f"sm_{cc}-{t}")
             for cc, t in itertools.product((80, 100), ("fp32", "fp16", "bf16"))
         ),
-        pytest.param(90, "fp64", [FULL._replace(float64=True)], id="sm_90-fp64"),
+        pytest.param(90, "fp64", [FULL._replace(float64=True), RICH._replace(float64=True)], id="sm_90-fp64"),
     ],
 )
 def test_the_triton_kernel_compiles(capability, slab_type, keys, tmp_path, monkeypatch):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for key in keys:
-        block, num_warps = kernels._config(128256, key.float64)
-        types = {"slab": f"*{slab_type}", "target": "*i64"}
-        stat = "*fp64" if key.float64 else "*fp32"
-        signature = {f"{name}_ptr": types.get(name, stat) for name in kernels.pointer_args(key)}
-        aligned = {(i,): [["tt.divisibility", 16]] for i in (0, len(signature))}  # slab_ptr and row_stride
-        signature |= dict.fromkeys(("row_stride", "V", "ignore_index"), "i32") | {"BLOCK": "constexpr"}
-        source = ASTSource(kernels.load_kernel(key), signature, {"BLOCK": block}, aligned)
-        compiled = triton.compile(
-            source,
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": num_warps, "enable_fp_fusion": True},
-        )
-        assert len(compiled.asm["cubin"]) > 0
+        stat = "fp64" if key.float64 else "fp32"
+        types = {"slab": f"*{slab_type}", "out": f"*{slab_type}", "target": "*i64", "argmax": "*i64"}
+        signature = {f"{name}_ptr": types.get(name, f"*{stat}") for name in kernels.pointer_args(key)}
+        signature |= dict.fromkeys(("row_stride", "out_row_stride", "V", "ignore_index"), "i32")
+        signature |= dict.fromkeys(("z_scale", "z_shift", "z_cap"), stat)
+        aligned = ("slab_ptr", "out_ptr", "class_weight_ptr", "row_stride", "out_row_stride")
+        compiled = cross_compile(key, capability, signature, *kernels._config(128256, key), aligned)
         ptx = compiled.asm["ptx"]
         assert f".target sm_{capability}" in ptx
         assert "ld.global.v" in ptx and ("st.global.v" in ptx) == key.grad  # V in no power of two, and still vectors
-        assert ".local" not in ptx  # no spilled arrays
+        assert ".local" not in ptx and spilled_bytes(compiled.asm["cubin"], tmp_path) == 0
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves nothing to compile")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_residual_kernel_compiles(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {"total_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "part_ptr": "*fp32", "H": "i32"}
+    signature |= dict.fromkeys(("total_stride", "residual_stride", "part_stride"), "i32")
+    for first in (False, True):
+        compiled = cross_compile(ResidualKey(first), 90, signature, 1024, 4, signature)
+        ptx = compiled.asm["ptx"]
+        assert ptx.count("ld.global.v4") == (2 if first else 4)  # 16 bytes each, of float32 twice
+        assert ptx.count("st.global.v4") == 2
 
 
 def test_kernels_hold_exactly_the_features_in_use():
-    sources = {key: kernels.render(key) for key in (*all_keys(), *all_keys(float64=True))}
-    assert len(set(sources.values())) == len(sources) == 30
+    plain = [*all_keys(), *all_keys(float64=True)]
+    sources = {key: kernels.render(key) for key in (*plain, *FEATURES)}
+    assert len(set(sources.values())) == len(sources) == 30 + len(FEATURES)
     for key, source in sources.items():
-        for name, used in (("nll_ptr", key.stats), ("tl.log", key.stats), ("g_nll_ptr", key.g_nll)):
-            assert (name in source.replace("g_nll_ptr", "" if name == "nll_ptr" else "g_nll_ptr")) == used, (key, name)
-        for name, used in (("g_lse_ptr", key.g_lse), ("scale_ptr", key.scale), ("float64", key.float64)):
-            assert (name in source) == used, (key, name)
-        assert ("tl.store(row_ptr" in source) == key.grad
-        assert ("float32" in source) != key.float64
+        names = re.findall(r"^    (\w+)_ptr,", source, re.MULTILINE)
+        assert names == kernels.pointer_args(key)
+        words = set(re.findall(r"\w+", source))
+        for word, used in {
+            "nll_ptr": key.stats,
+            "log": key.stats,
+            "m": key.stats,
+            "uz": key.zsum,
+            "q": key.stats and key.pz,
+            "row_mean": key.pz,
+            "best": key.argmax,
+            "g_nll_ptr": key.g_nll,
+            "g_lse_ptr": key.g_lse,
+            "gz": key.g_zsum,
+            "gp": key.g_pz,
+            "scale_ptr": key.scale,
+            "u": key.class_weight,
+            "out_row_stride": key.out,
+            "epilogue": bool(key.function),
+            "slope": bool(key.function),
+            "z_shift": bool(key.function),
+            "float64": key.float64,
+            "float32": not key.float64,
+        }.items():
+            assert (word in words) == used, (key, word)
+        assert ("tl.store(row_ptr" in source) == (key.grad and not key.out)
 
 
 @pytest.mark.parametrize("V, block, warps", [(1, 16, 1), (300, 512, 2), (8192, 8192, 32), (128256, 8192, 32)])
-def test_configuration_follows_the_vocabulary(V, block, warps):
-    assert kernels._config(V, False) == (block, warps)
-    assert kernels._config(V, True)[0] == min(block, 4096)
+def test_configuration_follows_the_vocabulary_and_the_registers(V, block, warps):
+    assert kernels._config(V, FULL) == (block, warps)
+    assert kernels._config(V, FULL._replace(float64=True))[0] == min(block, 4096)
+    assert kernels._config(V, FULL._replace(argmax=True, function="tanh")) == (block, warps)
+    assert kernels._config(V, RICH)[0] == min(block, 4096)
+    assert kernels._config(V, RICH._replace(float64=True))[0] == min(block, 2048)
+    assert kernels._config(128256, RICH)[1] == 32
 
 
 # ---------------------------------------------------------------- rows_: which implementation, and the fallback
@@ -490,6 +975,7 @@ def broken_triton(monkeypatch):
     monkeypatch.setattr(kernels, "_TRITON_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_unbuildable", set())
     monkeypatch.setattr(kernels, "triton_rows_", broken)
+    monkeypatch.setattr(kernels, "triton_add_residual_", broken)
     return broken
 
 
@@ -513,7 +999,13 @@ def test_a_kernel_that_cannot_be_built_is_replaced_once_with_a_warning(broken_tr
     with pytest.warns(RuntimeWarning) as caught:
         call_rows()
     (message,) = [str(w.message) for w in caught]
-    for part in ("could not be built for cpu", type(error).__name__, str(error), "slower", "C compiler is on PATH"):
+    for part in (
+        "`rows` could not be built for cpu",
+        type(error).__name__,
+        str(error),
+        "slower",
+        "C compiler is on PATH",
+    ):
         assert part in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -522,12 +1014,19 @@ def test_a_kernel_that_cannot_be_built_is_replaced_once_with_a_warning(broken_tr
     assert broken_triton.launches == 1
 
     slab = torch.zeros(3, 5, dtype=torch.float64)  # another kernel: tried, and warned about
-    nll, top, logsum = torch.empty(3, 3, dtype=torch.float64)
+    statistics = Statistics(*torch.empty(3, 3, dtype=torch.float64))
     target = torch.tensor([0, 4, IGNORE])
-    with pytest.warns(RuntimeWarning, match="could not be built"):
-        rows_(slab, target, nll, top, logsum, None, None, None, IGNORE, stats=True, grad=False)
-    torch.testing.assert_close(nll, torch.tensor([math.log(5), math.log(5), 0]).double())
+    with pytest.warns(RuntimeWarning, match="`rows` could not be built"):
+        rows_(slab, target, statistics, None, IGNORE, stats=True, grad=False)
+    torch.testing.assert_close(statistics.nll, torch.tensor([math.log(5), math.log(5), 0]).double())
     assert broken_triton.launches == 2
+
+    total, residual, part = torch.zeros(2, 3).bfloat16(), torch.zeros(2, 3).bfloat16(), torch.full([2, 3], 1 / 3)
+    with pytest.warns(RuntimeWarning, match="`add_residual` could not be built"):
+        add_residual_(total, residual, part)
+    add_residual_(total, residual, part)
+    torch.testing.assert_close(total.float() + residual.float(), 2 * part, rtol=2**-16, atol=0)
+    assert broken_triton.launches == 3
 
 
 @pytest.mark.parametrize(
@@ -554,13 +1053,15 @@ def test_other_errors_are_not_hidden(broken_triton, error):
 
 def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkeypatch):
     taken = []
-    monkeypatch.setattr(kernels, "triton_rows_", lambda *a, **k: taken.append("triton"))
-    monkeypatch.setattr(kernels, "torch_rows_", lambda *a, **k: taken.append("torch"))
-    args = (torch.zeros(1, 2), *[None] * 7, IGNORE)
-    rows_(*args, stats=True, grad=False)
-    monkeypatch.setattr(kernels, "_TRITON_DEVICES", ("cpu",))
-    rows_(*args, stats=True, grad=False)
-    assert taken == ["torch", "triton"]
+    for name in ("triton_rows_", "torch_rows_", "triton_add_residual_", "torch_add_residual_"):
+        monkeypatch.setattr(kernels, name, lambda *args, name=name, **options: taken.append(name))
+    statistics = Statistics(None, None, None)
+    matrices = [torch.zeros(1, 2)] * 3
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(kernels, "_TRITON_DEVICES", devices)
+        rows_(torch.zeros(1, 2), None, statistics, None, IGNORE, stats=True, grad=False)
+        add_residual_(*matrices)
+    assert taken == ["torch_rows_", "torch_add_residual_", "triton_rows_", "triton_add_residual_"]
     monkeypatch.undo()
     assert kernels._TRITON_DEVICES == ("cuda", "xpu")
 
@@ -570,41 +1071,79 @@ def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkey
     [
         ({"slab": torch.zeros(3, 5, 1)}, "slab must be"),
         ({"slab": torch.zeros(3, 5, dtype=torch.int64)}, "slab must be"),
-        ({"slab": torch.zeros(5, 3).T}, "unit stride"),
+        ({"slab": torch.zeros(5, 3).T}, "slab must have unit stride"),
         ({"target": torch.zeros(3, dtype=torch.int32)}, "target must be"),
         ({"target": torch.zeros(4, dtype=torch.int64)}, "target must be"),
         ({"nll": None}, "nll is missing"),
         ({"nll": torch.zeros(6)[::2]}, "nll is written and must be contiguous"),
         ({"max": torch.zeros(3, dtype=torch.float64)}, "max must be"),
         ({"logsum": torch.zeros(2)}, "logsum must be"),
+        ({"zsum": torch.zeros(6)[::2]}, "zsum is written and must be contiguous"),
+        ({"pz": torch.zeros(3, 1)}, "pz must be"),
+        ({"argmax": torch.zeros(3)}, "argmax must be"),
         ({"g_nll": torch.zeros(3, dtype=torch.bfloat16)}, "g_nll must be"),
         ({"g_lse": torch.zeros(())}, "g_lse must be"),
+        ({"g_zsum": torch.zeros(5)}, "g_zsum must be"),
+        ({"g_pz": torch.zeros(3, dtype=torch.int64), "pz": torch.zeros(3)}, "g_pz must be"),
+        ({"g_pz": torch.zeros(3)}, "pz is missing"),
         ({"scale": torch.zeros(1)}, "scale must be"),
         ({"scale": torch.zeros((), device="meta")}, "scale must be"),
+        ({"class_weight": torch.zeros(3)}, "class_weight must be"),
+        ({"out": torch.zeros(3, 5, dtype=torch.float16)}, "out must be"),
+        ({"out": torch.zeros(5, 3).T}, "out must have unit stride"),
+        ({"epilogue": Epilogue("relu")}, "epilogue.function must be one of .*'relu'"),
     ],
 )
 @pytest.mark.parametrize("implementation", [torch_rows_, triton_rows_])
-def test_wrong_tensors_are_refused(implementation, change, message):
-    args = {
-        "slab": torch.zeros(3, 5),
-        "target": torch.zeros(3, dtype=torch.int64),
-        "nll": torch.zeros(3),
-        "max": torch.zeros(3),
-        "logsum": torch.zeros(3),
-        "g_nll": torch.zeros(3),
-        "g_lse": None,
-        "scale": None,
-        "ignore_index": IGNORE,
-    }
-    with pytest.raises(ValueError, match=f"rows_: .*{message}|{message}"):
-        implementation(**(args | change), stats=True, grad=True)
+def test_wrong_arguments_are_refused(implementation, change, message):
+    given = {"slab": torch.zeros(3, 5), "target": torch.zeros(3, dtype=torch.int64), "g_nll": torch.zeros(3)}
+    given |= dict.fromkeys(("nll", "max", "logsum"), torch.zeros(3))
+    given |= change
+    statistics = Statistics(**{name: given.pop(name, None) for name in Statistics._fields})
+    cotangents = Cotangents(**{name: given.pop(f"g_{name}", None) for name in Cotangents._fields})
+    slab, target = given.pop("slab"), given.pop("target")
+    with pytest.raises(ValueError, match=f"rows_: {message}"):
+        implementation(slab, target, statistics, cotangents, IGNORE, stats=True, grad=True, **given)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"total": torch.zeros(3, 5)}, "total must be"),
+        ({"total": torch.zeros(3).half()}, "total must be"),
+        ({"residual": torch.zeros(3, 5).bfloat16()}, "residual must be"),
+        ({"part": torch.zeros(3, 5).half()}, "part must be"),
+        ({"part": torch.zeros(3, 4)}, "part must be"),
+        ({"part": torch.zeros(5, 3).T}, "part must have unit stride"),
+    ],
+)
+@pytest.mark.parametrize("implementation", [torch_add_residual_, triton_add_residual_])
+def test_wrong_matrices_are_refused(implementation, change, message):
+    given = {"total": torch.zeros(3, 5).half(), "residual": torch.zeros(3, 5).half(), "part": torch.zeros(3, 5)}
+    with pytest.raises(ValueError, match=f"add_residual_: {message}"):
+        implementation(**(given | change))
+
+
+def test_select_takes_rows_of_each_vector():
+    x = torch.arange(4)
+    assert [v if v is None else v.tolist() for v in select(Cotangents(x, pz=x + 1), slice(2))] == [
+        [0, 1],
+        None,
+        None,
+        [1, 2],
+    ]
+    part = select(Statistics(None, x, x + 1), slice(1, 3))
+    assert isinstance(part, Statistics) and part.nll is None and part.argmax is None
+    assert part.max.tolist() == [1, 2] and part.logsum.tolist() == [2, 3]
+    part.max.zero_()
+    assert x.tolist() == [0, 0, 0, 3]  # views
 
 
 def test_source_hash_files_are_this_package_s_kernels_and_templates():
     files = source_hash_files()
     assert all(Path(f).is_absolute() and Path(f).is_file() for f in files)
     assert [Path(f).name for f in files[:1]] == ["kernels.py"]
-    assert "rows.py.jinja" in {Path(f).name for f in files[1:]}
+    assert {"rows.py.jinja", "residual.py.jinja"} <= {Path(f).name for f in files[1:]}
     assert all(f.endswith(".jinja") for f in files[1:]) and len(set(files)) == len(files)
 
 
@@ -617,60 +1156,84 @@ def gpu(test):
     return test
 
 
-def on_gpu(C, V, dtype=torch.bfloat16, seed=0):
-    """Arguments of rows_ up to ignore_index for a random slab made on the device."""
+def on_gpu(C, V, dtype=torch.bfloat16, seed=0, features=()):
+    """(positional arguments of rows_, options) for a random slab made on the device."""
     gen = torch.Generator("cuda").manual_seed(seed)
     slab = torch.empty(C, V, dtype=dtype, device="cuda").normal_(generator=gen)
     target = torch.randint(V, (C,), device="cuda", generator=gen)
-    nll, top, logsum = torch.full((3, C), math.nan, device="cuda")
-    return slab, target, nll, top, logsum, torch.ones(C, device="cuda"), None, None, IGNORE
+    vectors = iter(torch.full((9, C), math.nan, device="cuda"))
+    extra = {name: next(vectors) for name in ("zsum", "pz") if name in features}
+    if "argmax" in features:
+        extra["argmax"] = torch.zeros(C, dtype=torch.int64, device="cuda")
+    statistics = Statistics(next(vectors), next(vectors), next(vectors), **extra)
+    one = torch.ones(C, device="cuda")
+    cotangents = Cotangents(one, None, *(one if name in features else None for name in ("zsum", "pz")))
+    options = {"class_weight": torch.ones(V, device="cuda")} if "class_weight" in features else {}
+    options["epilogue"] = next((EPILOGUES[name] for name in features if name in EPILOGUES), IDENTITY)
+    return (slab, target, statistics, cotangents, IGNORE), options
 
 
 @gpu
 def test_rows_runs_the_triton_kernel_on_the_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "torch_rows_", None)
-    slab, *rest = on_gpu(64, 32000)
-    expected = reference(slab, rest[0], rest[4])
-    rows_(slab, *rest, stats=True, grad=True)
-    impl = Impl(rows_, "cuda", torch.bfloat16)
-    actual = Result(rest[1], rest[2] + rest[3], slab, rest[2], rest[3])
-    assert_right(impl, actual, expected, (True, True))
+    args, _ = on_gpu(64, 32000)
+    slab, target, (nll, top, logsum, *_), cotangents, _ = args
+    expected = reference(slab, target, cotangents.nll)
+    rows_(*args, stats=True, grad=True)
+    actual = Result(nll, top + logsum, slab, top, logsum)
+    assert_right(Impl(rows_, "cuda", torch.bfloat16), actual, expected, (True, True))
 
 
 @gpu
 def test_more_than_2_31_elements():
     C, V = 16800, 128256
-    if torch.cuda.mem_get_info()[0] < 6e9:
-        pytest.skip("needs 6 GB of free GPU memory")
+    if torch.cuda.mem_get_info()[0] < 12e9:
+        pytest.skip("needs 12 GB of free GPU memory")
     assert C * V > 2**31
-    slab, target, nll, top, logsum, *rest = on_gpu(C, V)
+    args, options = on_gpu(C, V, features=("argmax",))
+    slab, target, (nll, top, logsum, *_, argmax), *_ = args
     picked = [0, 1, C // 2, C - 2, C - 1]
     expected = reference(slab[picked], target[picked], torch.ones(len(picked)))
-    triton_rows_(slab, target, nll, top, logsum, *rest, stats=True, grad=True)
-    actual = Result(nll[picked], (top + logsum)[picked], slab[picked], None, None)
+    out = torch.empty_like(slab)
+    triton_rows_(*args, stats=True, grad=True, out=out, **options)
+    actual = Result(nll[picked], (top + logsum)[picked], out[picked], top, logsum, argmax=argmax[picked])
     assert_right(Impl(triton_rows_, "cuda", torch.bfloat16), actual, expected, (True, True))
     assert nll.isfinite().all()
+    del out
+    triton_rows_(*args, stats=False, grad=True)
+    assert_right(
+        Impl(triton_rows_, "cuda", torch.bfloat16), actual._replace(dlogits=slab[picked]), expected, (False, True)
+    )
 
 
 @gpu
 @pytest.mark.parametrize("implementation", [triton_rows_, torch_rows_])
 def test_no_host_synchronisation_and_no_large_temporary(implementation):
-    args = on_gpu(2048, 32000)
-    implementation(*args, stats=True, grad=True)  # compile outside
+    args, options = on_gpu(2048, 32000, features=("zsum", "class_weight", "pz", "argmax", "tanh"))
+    pair = torch.empty(2, 512, 4096, dtype=torch.bfloat16, device="cuda")
+    part = torch.ones(512, 4096, device="cuda")
+    add = triton_add_residual_ if implementation is triton_rows_ else torch_add_residual_
+
+    def both():
+        implementation(*args, stats=True, grad=True, **options)
+        implementation(*args, stats=False, grad=True, **options)
+        add(*pair, part, first=True)
+        add(*pair, part)
+
+    both()  # compile outside
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        implementation(*args, stats=True, grad=True)
-        implementation(*args, stats=False, grad=True)
+        both()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 4 << 20  # the slab has 125 MiB
 
 
 @gpu
-def test_another_number_of_rows_compiles_nothing():
+def test_another_number_of_rows_or_epilogue_compiles_nothing():
     import triton
 
     compiled = []
@@ -678,24 +1241,30 @@ def test_another_number_of_rows_compiles_nothing():
     triton.knobs.runtime.jit_cache_hook = lambda **kwargs: compiled.append(kwargs) and None
     try:
         # Vectors of any alignment, and the numbers that Triton specialises an integer argument on.
-        for C, lo, ignore_index in ((1, 0, 1), (16, 1, 16), (37, 2, -100), (1000, 4, 5)):
-            slab, *vectors, _ = on_gpu(C + lo, 4999)
-            part = [None if v is None else v[lo:] for v in vectors]
-            triton_rows_(slab[:C], *part, ignore_index, stats=True, grad=True)
+        for features, cap in (((), None), (("zsum", "pz", "argmax", "tanh"), 16)):
+            for C, lo, ignore_index in ((1, 0, 1), (16, 1, 16), (37, 2, -100), (1000, 4, 5)):
+                (slab, target, *groups, _), options = on_gpu(C + lo, 4999, features=features)
+                rows = slice(lo, None)
+                if cap:
+                    options["epilogue"] = Epilogue("tanh", C, lo, cap)
+                groups = [select(group, rows) for group in groups]
+                triton_rows_(slab[:C], target[rows], *groups, ignore_index, stats=True, grad=True, **options)
+            assert len(compiled) <= 1
+            compiled.clear()
     finally:
         triton.knobs.runtime.jit_cache_hook = previous
-    assert len(compiled) <= 1
 
 
 @gpu
 def test_the_gradient_pass_runs_in_a_cuda_graph():
-    args = on_gpu(32, 5000)
-    logits = args[0].clone()
-    triton_rows_(*args, stats=True, grad=True)
-    expected = args[0].clone()
+    args, options = on_gpu(32, 5000, features=("zsum", "tanh"))
+    slab = args[0]
+    logits = slab.clone()
+    triton_rows_(*args, stats=True, grad=True, **options)
+    expected = slab.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        triton_rows_(*args, stats=True, grad=True)
-    args[0].copy_(logits)
+        triton_rows_(*args, stats=True, grad=True, **options)
+    slab.copy_(logits)
     graph.replay()
-    assert_same(args[0], expected)
+    assert_same(slab, expected)

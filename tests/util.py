@@ -82,7 +82,8 @@ class Outcome:
 
 def outcome_of(fn: Callable, args: Any) -> Outcome:
     """fn(*args), and its leaves' gradients for an incoming gradient that differs from element to element."""
-    outputs = [x for x in tree_flatten(fn(*args))[0] if isinstance(x, Tensor)]
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # fn may leave another mode behind
+        outputs = [x for x in tree_flatten(fn(*args))[0] if isinstance(x, Tensor)]
     inputs = leaves(args)
     grads: list[Tensor | None] = [None] * len(inputs)
     differentiable = [x for x in outputs if x.requires_grad]

@@ -14,7 +14,7 @@ from .. import chunking, config, ops
 from ..explain import Reason, Site, record, where
 from . import anchors
 from .chain import Chain, walk
-from .graph import Changes, Refused, backward_of, forward_mode, insert, mode_changes, value
+from .graph import Changes, Refused, backward_of, forward_mode, insert, same_grad_mode, value
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
@@ -71,8 +71,10 @@ def _check(loss: anchors.Loss, chain: Chain, changes: Changes) -> None:
         raise Refused(Reason.UNKNOWN_SHAPE, "H or V is dynamic")
     if len({value(n).device for n in [*inputs, loss.target]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
-    if not logits.requires_grad and any(value(n).requires_grad for n in inputs) and mode_changes(head.node, loss.node):
-        raise Refused(Reason.NO_GRAD_HEAD)
+    # the example of a view made without gradients says that it requires them, so requires_grad alone isn't proof
+    graded = [*head.seen, head.node, *chain.links, loss.node]
+    if any(value(n).requires_grad for n in inputs) and not same_grad_mode(graded, loss.node.graph):
+        raise Refused(Reason.GRAD_MODE)
     if forward_mode(loss.node.graph):
         raise Refused(Reason.SUBCLASS, "forward-mode differentiation")
     # the rewrite reads the head's inputs where the loss stands, so nothing may change them on the way there

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -123,20 +123,22 @@ def forward_mode(graph: torch.fx.Graph) -> bool:
     return any(node.op == "call_function" and name(node).endswith("._make_dual") for node in graph.nodes)
 
 
-_MODES = {
-    torch._C._set_grad_enabled,
-    torch.autograd.grad_mode._enter_inference_mode,
-    torch.autograd.grad_mode._exit_inference_mode,
-}
-
-
-def mode_changes(first: Node, last: Node) -> bool:
-    """Whether gradients are switched on or off somewhere between two nodes."""
-    node = first
-    while (node := node.next) is not last:
-        if node.target in _MODES:
-            return True
-    return False
+def same_grad_mode(nodes: Collection[Node], graph: torch.fx.Graph) -> bool:
+    """Whether gradients are switched on or off alike where the nodes stand."""
+    start = grad, inference = torch.is_grad_enabled(), 0
+    modes, switches, stretches = set(), 0, set()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            grad, switches = node.args[0], switches + 1
+        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
+            inference, switches = inference + 1, switches + 1
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            inference, switches = inference - 1, switches + 1
+        elif node in nodes:
+            modes.add((grad, inference))
+            stretches.add(switches)
+    # where the graph doesn't end as it began, the mode at its begin isn't known (the body of a no_grad region, say)
+    return len(stretches) == 1 or (len(modes) == 1 and (grad, inference) == start)
 
 
 def backward_of(loss: Node) -> Node:
