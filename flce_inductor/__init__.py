@@ -12,7 +12,7 @@ backend.install()
 
 from .backend import with_passes  # noqa: E402
 from .explain import Reason, explain  # noqa: E402
-from .functional import linear_cross_entropy  # noqa: E402
+from .functional import cross_entropy, linear_cross_entropy  # noqa: E402
 
-__all__ = ["Reason", "explain", "linear_cross_entropy", "with_passes"]
+__all__ = ["Reason", "cross_entropy", "explain", "linear_cross_entropy", "with_passes"]
 __version__ = "0.1.0"

@@ -51,8 +51,10 @@ class Reason(enum.Enum):
         "the deprecated arguments size_average or reduce are used",
         'pass reduction="mean", "sum" or "none" instead',
     )
-    CLASS_WEIGHT = ("cross_entropy is called with a class weight, which is not supported yet", "keep stock compile")
-    LABEL_SMOOTHING = ("cross_entropy is called with label smoothing, which is not supported yet", "keep stock compile")
+    CLASS_WEIGHT = (
+        "the class weight requires a gradient, or is not [V]",
+        "pass a class weight that is a constant: weight.detach()",
+    )
     LOGITS_SHAPE = (
         "the logits are not [N, V] where they meet the loss",
         "flatten to cross_entropy(logits.view(-1, V), labels.view(-1))",
@@ -160,7 +162,7 @@ class Site:
         lines.append(f"    {size} of logits never exist")
         if self.one_pass:
             lines.append("    gradients are computed in the forward (6 NVH)")
-        elif self.pass_reason not in (None, Reason.NO_BACKWARD):
+        elif self.pass_reason is not None:
             lines.append(f"    the backward computes the logits again (8 NVH) because {self.pass_reason.text}")
             lines.append(f"    to change that: {self.pass_reason.advice}")
         return "\n".join(lines)
@@ -190,6 +192,8 @@ def record(site: Site) -> None:
 
 def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:
     """A decision of hoist.py about the row_stats node: reason None means that it was hoisted."""
+    if reason is Reason.NO_BACKWARD:
+        return
     _count("flce_hoisted" if reason is None else "flce_recomputed")
     place = where(node)
     if reason is None:

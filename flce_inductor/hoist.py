@@ -1,10 +1,12 @@
 """The hoist: gradients in the forward where the joint graph allows it, 6 NVH instead of 8.
 
 In the joint graph a row_stats node and its row_stats_backward node stand side by side. The cotangent of a real loss is
-one scalar tangent times row weights that the forward knows (mask / n_valid, token weights, 1 / num_items):
+one scalar tangent times row weights that the forward knows (mask / n_valid, token weights, 1 / num_items), or that are
+an elementwise function of the same row's statistics (z-loss, exp(-nll), clipped ratios):
 
     find    each row_stats with its row_stats_backward
     factor  prove that the cotangent is linear in one scalar tangent; its value at tangent = 1 is the row weights
+    trace   where these depend on the statistics, write that down as a program that the op runs for each chunk of rows
     choose  one node per weight: sites that share weight and tangent become one, others keep recomputing
     emit    row_stats_with_grads(row weights) in the forward, gradients * tangent in the backward
 
@@ -16,16 +18,18 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from . import ops  # noqa: F401  registers the three operators
 from .explain import Reason, record_pass
+from .runtime import ROW_OPS, ROW_STATISTICS, RowProgram
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _STATS = torch.ops.flce_inductor.row_stats.default
@@ -74,10 +78,29 @@ _LINEAR: dict[Any, tuple[tuple[int, ...], ...]] = {
 }
 # operator -> position of the number that it fills a tensor with
 _FILL = {aten.full.default: 1, aten.full_like.default: 1, aten.scalar_tensor.default: 0}
+# The same numbers in the same order if there are as many as before (and a permutation moves sizes of 1 only):
+_IN_ORDER = _MOVES.difference([prims.convert_element_type.default]).union(
+    [aten.expand.default, aten.select.int, aten.slice.Tensor, aten.squeeze.default, aten.sum.dim_IntList]
+)
+# The gradients of such selections, which overwrite all of their first argument:
+_OVERWRITE = {aten.select_scatter.default, aten.slice_scatter.default}
 
 
 class _Recompute(Exception):
     """(reason, detail): this site keeps its row_stats_backward."""
+
+
+class _RowInput(NamedTuple):
+    """A vector of one number per row that a row program reads."""
+
+    value: Node | bool | int | float  # N numbers in the order of rows, or one; of a cone: at tangent = 1
+    dtype: torch.dtype
+    shape: tuple[int | Node | tuple[Node, int], ...] | None = None  # expanded to it first; (node, dim): a size of node
+
+    @property
+    def nodes(self) -> list[Node]:
+        sizes = [size[0] if isinstance(size, tuple) else size for size in self.shape or ()]
+        return [n for n in (self.value, *sizes) if isinstance(n, Node)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +110,10 @@ class _Site:
     stats: Node
     backward: Node
     tangent: Node | None  # None: the cotangent is known in the forward (autograd.grad inside the graph)
-    cone: list[Node]  # what lies between the tangent and the cotangents, in the graph's order
+    cone: list[Node]  # what lies between the tangent and the cotangents, in the graph's order; without what depends on
+    # the statistics, if that is what the program computes:
+    program: str = ""  # a RowProgram that computes the cotangents at tangent = 1
+    row_inputs: tuple[_RowInput, ...] = ()
 
     @property
     def h(self) -> Node:
@@ -103,7 +129,7 @@ class _Site:
 
     @property
     def cotangents(self) -> list[Node | None]:
-        return [None if g is None or _is_zero(g) else g for g in self.backward.args[6:8]]
+        return [None if g is None or _is_zero(g) else g for g in self.backward.args[8:12]]
 
     @property
     def rows(self) -> int | torch.SymInt:
@@ -112,7 +138,10 @@ class _Site:
     def inputs(self) -> set[Node]:
         """What the hoisted node needs to have been computed."""
         read = {n for node in self.cone for n in node.all_input_nodes}
-        read.update(g for g in self.cotangents if g is not None)
+        if self.program:
+            read.update(n for x in self.row_inputs for n in x.nodes)
+        else:
+            read.update(g for g in self.cotangents if g is not None)
         return read.difference(self.cone, [self.tangent]).union(self.stats.all_input_nodes)
 
     def reached(self) -> set[Node]:
@@ -163,7 +192,7 @@ def _find(graph: Graph) -> Iterator[_Site]:
 
     backwards: dict[Node, list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=_BACKWARD):
-        saved_max = _origin(node.args[4])
+        saved_max = _origin(node.args[5])
         if saved_max.target is operator.getitem:
             backwards.setdefault(saved_max.args[0], []).append(node)
 
@@ -236,11 +265,23 @@ def _is_linear(node: Node, tangents: dict[Node, set[Node]]) -> bool:
 
 def _is_zero(arg: Any) -> bool:
     """Whether a number or a node is zero everywhere, as far as the graph says so."""
+    return _constant(arg) == 0
+
+
+def _constant(arg: Any) -> bool | int | float | None:
+    """The number that a number or a node is everywhere, None if the graph doesn't say so."""
     if not isinstance(arg, Node):
-        return isinstance(arg, (int, float)) and arg == 0
-    if arg.target in _MOVES or arg.target is aten.expand.default:
-        return _is_zero(arg.args[0])
-    return arg.target in _FILL and _is_zero(arg.args[_FILL[arg.target]])
+        return arg if isinstance(arg, (int, float)) else None
+    if arg.target in _FILL:
+        number = _constant(arg.args[_FILL[arg.target]])
+    elif arg.target in _MOVES or arg.target is aten.expand.default:
+        number = _constant(arg.args[0])
+    else:
+        return None
+    if number is None:
+        return None
+    wide = torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
+    return wide.to(arg.meta["val"].dtype).item()
 
 
 def _origin(node: Node) -> Node:
@@ -248,6 +289,195 @@ def _origin(node: Node) -> Node:
     while node.target in _MOVES or node.target is aten.slice.Tensor:
         node = node.args[0]
     return node
+
+
+# ---- trace
+
+
+def _trace(site: _Site, reached: set[Node]) -> None:
+    """Give site a row program for its cotangents, which depend on its own statistics (reached), or raise _Recompute."""
+    if site.h.meta["val"].dtype == torch.float16:
+        raise _Recompute(Reason.OWN_OUTPUT, "float16 gradients take their scale from row weights known up front")
+    trace = _Trace(site, reached)
+    site.program, site.row_inputs = trace.program(site.cotangents), tuple(trace.inputs)
+    site.cone = [node for node in site.cone if node not in reached]
+
+
+class _Trace:
+    """Writes nodes between the statistics of a site and its cotangents as steps of a row program.
+
+    Every tensor that depends on the statistics holds N numbers in the order of rows: operators keep it that way, or
+    raise _Recompute. A register is a list ["r", number] that steps share, numbered when the row inputs are known.
+    """
+
+    def __init__(self, site: _Site, reached: set[Node]):
+        self.site, self.reached = site, reached
+        self.registers: dict[Node, list[Any]] = {}
+        self.inputs: dict[_RowInput, list[Any]] = {}
+        self.steps: list[list[Any]] = []
+        self.results: list[list[Any]] = []
+
+    def program(self, cotangents: list[Node | None]) -> str:
+        registers = [None if g is None else self.cotangent(g) for g in cotangents]
+        for number, register in enumerate([*self.inputs.values(), *self.results], len(ROW_STATISTICS)):
+            register[1] = number
+        return RowProgram(self.steps, [None if r is None else r[1] for r in registers]).text()
+
+    def cotangent(self, g: Node) -> list[Any]:
+        stack = [g] if self.depends(g) else []
+        while stack:
+            node = stack[-1]
+            op, *operands = self.spelled(node)
+            if missing := [x for x in operands if self.depends(x) and x not in self.registers]:
+                stack += reversed(missing)
+            else:
+                self.registers[stack.pop()] = self.register(node, op, operands)
+        return self.registers[g] if self.depends(g) else self.inputs.setdefault(self.input(g, g), ["r", None])
+
+    def depends(self, arg: Any) -> bool:
+        return isinstance(arg, Node) and arg in self.reached and _constant(arg) is None
+
+    def has_rows(self, size: int | torch.SymInt) -> bool:
+        return statically_known_true(size == self.site.rows)
+
+    def is_row_wise(self, node: Node) -> bool:
+        """Whether node has one number per row, or is an operator with several outputs."""
+        val = node.meta["val"]
+        return self.has_rows(val.numel()) if isinstance(val, torch.Tensor) else isinstance(val, (tuple, list))
+
+    def spelled(self, node: Node) -> list[Any]:
+        """[op, *operands] of a step, "statistic" with its register's number, or "same" as another node."""
+        val = node.meta["val"]
+        if not self.is_row_wise(node):
+            while wider := [n for n in node.all_input_nodes if self.depends(n) and not self.is_row_wise(n)]:
+                node = wider[0]  # closer to the statistics
+            raise _Recompute(Reason.OWN_OUTPUT, f"{node.target} is not one number per row")
+        if node.target is operator.getitem and node.args[0] is self.site.stats and node.args[1] < len(ROW_STATISTICS):
+            return ["statistic", node.args[1]]
+        if node.target in _IN_ORDER and _keeps_order(node) and val.dtype == node.args[0].meta["val"].dtype:
+            return ["same", node.args[0]]
+        if node.target in _OVERWRITE and self.depends(node.args[1]):
+            return ["same", node.args[1]]
+        if node.target is prims.convert_element_type.default:
+            return ["to", node.args[0], _dtype_name(node.args[1])]
+        name = _row_op(node.target)
+        plain = all(arg is None or isinstance(arg, (Node, bool, int, float)) for arg in node.args)
+        if name is None or not plain or not node.kwargs.keys() <= {"alpha"} or val.dtype.is_complex:
+            culprit = node.args[0] if node.target is operator.getitem else node
+            raise _Recompute(Reason.OWN_OUTPUT, f"{culprit.target} is not an operator of row programs")
+        return [name, *node.args]
+
+    def register(self, node: Node, op: str, operands: list[Any]) -> list[Any]:
+        """The register that holds node's numbers, in node's dtype."""
+        if op == "statistic":
+            return ["r", operands[0]]
+        if op == "same":
+            return self.registers[operands[0]]
+        if op == "to":
+            return self.step(op, self.registers[operands[0]], operands[1])
+        dtype = node.meta["val"].dtype
+        # constants as numbers where the operator takes them and, other than tensors, they don't change its dtype
+        for constants in (True, False):
+            values, like = zip(*(self.operand(x, node, constants) for x in operands), strict=True)
+            try:
+                result = ROW_OPS[op](*like).dtype
+            except (RuntimeError, TypeError, AttributeError):  # takes no number there, or is a number
+                continue
+            if result == dtype or not constants:
+                break
+        else:
+            raise _Recompute(Reason.OWN_OUTPUT, f"{node.target} of a number")
+        if (alpha := node.kwargs.get("alpha", 1)) != 1:
+            factor = values[1]
+            values = [values[0], self.step("mul", factor, alpha) if isinstance(factor, list) else factor * alpha]
+        register = self.step(op, *values)
+        return register if result == dtype else self.step("to", register, _dtype_name(dtype))
+
+    def step(self, *step: Any) -> list[Any]:
+        self.steps.append(list(step))
+        self.results.append(["r", None])
+        return self.results[-1]
+
+    def operand(self, arg: Any, node: Node, constants: bool) -> tuple[Any, Any]:
+        """What a step of node takes for its argument, and something like it without data."""
+        if not isinstance(arg, Node):
+            return arg, arg
+        number = _constant(arg)
+        if constants and number is not None:
+            return number, number
+        if self.depends(arg):
+            register, dtype = self.registers[arg], arg.meta["val"].dtype
+        else:
+            source = self.input(arg, node)
+            register, dtype = self.inputs.setdefault(source, ["r", None]), source.dtype
+        return register, torch.empty(1, dtype=dtype, device="meta")
+
+    def input(self, arg: Node, node: Node) -> _RowInput:
+        """What doesn't depend on the statistics, broadcast to the shape of node, which reads it."""
+        val, out, number = arg.meta["val"], node.meta["val"], _constant(arg)
+        if not isinstance(val, torch.Tensor):  # a size, or a number computed from sizes
+            integral = isinstance(val, (int, torch.SymInt)) and not out.is_floating_point()
+            return _RowInput(arg, torch.int64 if integral else _wide(out.dtype))
+        if number is not None:
+            return _RowInput(number, val.dtype)
+        if statically_known_true(val.numel() == 1):
+            return _RowInput(arg, _promoted(val, node))
+        if self.has_rows(val.numel()):
+            return _RowInput(arg, val.dtype)
+        return _RowInput(arg, val.dtype, tuple(map(self.size, out.shape)))
+
+    def size(self, size: int | torch.SymInt) -> int | tuple[Node, int] | Node:
+        """Where the forward has a size of something that depends on the statistics."""
+        if isinstance(size, int):
+            return size
+        late: set[Node] = set(self.reached)
+        for node in self.site.stats.graph.nodes:
+            if node.op == "placeholder" and "tangents" in str(node.target):
+                late.add(node)
+            if node in late or not late.isdisjoint(node.all_input_nodes):
+                late.add(node)
+                continue
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and statically_known_true(val == size):
+                return node
+            for dim, other in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
+                if isinstance(other, torch.SymInt) and statically_known_true(other == size):
+                    return node, dim
+        raise _Recompute(Reason.OWN_OUTPUT, f"a shape with {size} that the forward doesn't have")
+
+
+def _row_op(target: Any) -> str | None:
+    """What row programs call an operator, None if they don't have it."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target.overloadpacket.__name__
+    return name if name in ROW_OPS else None
+
+
+def _keeps_order(node: Node) -> bool:
+    """Whether one of _IN_ORDER with as many numbers as before has them in the same order."""
+    if node.target is not aten.permute.default:
+        return True
+    shape = node.args[0].meta["val"].shape
+    dims = [dim % len(shape) for dim in node.args[1]]
+    moved = [dim for dim in dims if not statically_known_true(shape[dim] == 1)]
+    return moved == sorted(moved)
+
+
+def _promoted(val: torch.Tensor, node: Node) -> torch.dtype:
+    """The dtype in which a binary operator computes with val, one number: without dimensions it rarely decides that."""
+    vals = [x.meta["val"] for x in node.args if isinstance(x, Node)]
+    if len(vals) != 2 or not all(isinstance(v, torch.Tensor) for v in vals):
+        return val.dtype
+    return torch.result_type(*(torch.empty([1] * v.dim(), dtype=v.dtype, device="meta") for v in vals))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point else torch.float64
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ---- choose
@@ -262,10 +492,14 @@ def _choose(sites: list[_Site]) -> list[_Site]:
     candidates: list[list[_Site]] = []
     depends: dict[_Site, tuple[set[Node], set[Node]]] = {}
     for site in sites:
-        depends[site] = inputs, reached = site.inputs(), site.reached()
-        if not inputs.isdisjoint(reached):
-            record_pass(site.stats, Reason.OWN_OUTPUT)
+        reached = site.reached()
+        try:
+            if not site.inputs().isdisjoint(reached):
+                _trace(site, reached)
+        except _Recompute as refusal:
+            record_pass(site.stats, *refusal.args)
             continue
+        depends[site] = inputs, reached = site.inputs(), reached
         for members in candidates:
             apart = all(inputs.isdisjoint(depends[m][1]) and depends[m][0].isdisjoint(reached) for m in members)
             if apart and _mergeable(members[0], site):
@@ -285,10 +519,13 @@ def _mergeable(a: _Site, b: _Site) -> bool:
     return (
         a.tangent is b.tangent
         and a.needs == b.needs
-        and a.stats.args[4:] == b.stats.args[4:]
+        and a.program == b.program
+        and [x.dtype for x in a.row_inputs] == [x.dtype for x in b.row_inputs]
+        and a.stats.args[5:] == b.stats.args[5:]
         and a.h.meta["val"].dtype == b.h.meta["val"].dtype
         and _same(a.weight, b.weight)
         and _same(a.stats.args[3], b.stats.args[3])
+        and _same(a.stats.args[4], b.stats.args[4])
         and all(_meet(a.gradient(i), b.gradient(i)) for i in (1, 2) if a.needs[i])
     )
 
@@ -374,12 +611,12 @@ class _Writer:
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         return node if node.meta["val"].dtype == dtype else self(prims.convert_element_type.default, node, dtype)
 
-    def filled(self, shape: list[Any], number: int, like: torch.Tensor) -> Node:
+    def filled(self, shape: list[Any], number: Any, like: torch.Tensor, dtype: torch.dtype | None = None) -> Node:
         return self(
             aten.full.default,
             shape,
             number,
-            dtype=like.dtype,
+            dtype=dtype or like.dtype,
             layout=torch.strided,
             device=like.device,
             pin_memory=False,
@@ -390,16 +627,27 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
     """One row_stats_with_grads for all members, over their rows one after the other."""
     first = members[0]
     new = _Writer(graph, first.stats)
-    _, weight, _, bias, *how = first.stats.args
+    _, weight, _, bias, class_weight, *how, want = first.stats.args
 
     with graph.inserting_before(first.stats):
         rows = [m.rows if isinstance(m.rows, int) else new(aten.sym_size.int, m.h, 0) for m in members]
         h = _cat(new, [m.h for m in members])
         target = _cat(new, [m.stats.args[2] for m in members])
-        g_nll, g_lse = (_fill(new, g, rows) for g in zip(*_row_weights(new, members), strict=True))
-        fused = new(_WITH_GRADS, h, weight, target, bias, g_nll, g_lse, *how, list(first.needs))
-        *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(7))
+        at_one = _at_one(new, members)
+        g = [[at_one.get(g, g) for g in m.cotangents] for m in members] if not first.program else []
+        cotangents = [_fill(new, parts, rows) for parts in zip(*g, strict=True)] or [None] * 4
+        row_inputs = [
+            _cat(new, [_spread(new, x, at_one, n) for x, n in zip(parts, rows, strict=True)])
+            for parts in zip(*(m.row_inputs for m in members), strict=True)
+        ]
+        program = (row_inputs, first.program)
+        fused = new(
+            _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs)
+        )
+        *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(10))
         for i, statistic in enumerate(stats):
+            if i >= 3 and not want[i - 3]:
+                continue  # empty
             for member, part in zip(members, _split(new, statistic, rows), strict=True):
                 _replace(member.stats, i, part)
 
@@ -415,18 +663,35 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
                 _replace(first.backward, i, _times(new, gradient, factor))
 
 
-def _row_weights(new: _Writer, members: list[_Site]) -> Iterator[list[Node | None]]:
-    """The cotangents of each member at tangent = 1, from nodes of the forward."""
+def _at_one(new: _Writer, members: list[_Site]) -> dict[Node, Node]:
+    """What stands for the nodes of the members' cones at tangent = 1, in the forward."""
     at_one: dict[Node, Node] = {}
     tangent = members[0].tangent
     if tangent is not None:
         at_one[tangent] = new.filled([1] * tangent.meta["val"].dim(), 1, tangent.meta["val"])
-    for member in members:
-        for node in member.cone:
-            if node not in at_one:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: at_one.get(n, n))
-                at_one[node] = new(node.target, *args, **kwargs)
-        yield [at_one.get(g, g) for g in member.cotangents]
+    for node in (n for member in members for n in member.cone):
+        if node not in at_one:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: at_one.get(n, n))
+            at_one[node] = new(node.target, *args, **kwargs)
+    return at_one
+
+
+def _spread(new: _Writer, source: _RowInput, at_one: dict[Node, Node], rows: Any) -> Node:
+    """A row input as a vector [rows] on the device of the statistics."""
+    like, value = new.like.meta["val"][0], source.value
+    if not isinstance(value, Node) or not isinstance(value.meta["val"], torch.Tensor):
+        return new.filled([rows], value, like, source.dtype)
+    value = at_one.get(value, value)
+    if value.meta["val"].device != like.device:
+        value = new(prims.device_put.default, value, like.device)
+    value = new.cast(value, source.dtype)
+    if source.shape is not None:
+        sizes = [new(aten.sym_size.int, *size) if isinstance(size, tuple) else size for size in source.shape]
+        value = new(aten.expand.default, value, sizes)
+    one = source.shape is None and statically_known_true(value.meta["val"].numel() == 1)
+    if value.meta["val"].dim() > 1:
+        value = new(aten.reshape.default, value, [-1])
+    return new(aten.expand.default, value, [rows]) if one else value
 
 
 def _fill(new: _Writer, g: tuple[Node | None, ...], rows: list[Any]) -> Node | None:

@@ -200,13 +200,13 @@ class ResidualKey(NamedTuple):
     first: bool
 
 
-_TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
+TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
 _unbuildable: set[tuple[torch.device, RowsKey | ResidualKey]] = set()
 
 
 def _triton(function, device: torch.device, key, *args, **options) -> bool:
     """Whether `function`, which launches the kernel for `key`, did so. If not, nothing has happened yet."""
-    if device.type not in _TRITON_DEVICES or (device, key) in _unbuildable:
+    if device.type not in TRITON_DEVICES or (device, key) in _unbuildable:
         return False
     try:
         function(*args, **options)

@@ -1,27 +1,31 @@
 """The three ops, all in terms of rows.
 
 Everything that training code computes from logits and labels is a function of a few numbers per row of
-z = h @ weight.T + bias:
+z = epilogue(h @ weight.T + bias):
 
     nll[n] = lse[n] - z[n, t_n]          lse[n] = max[n] + logsum[n] = logsumexp_v z[n, v]
+    zsum[n] = sum_v u[v] z[n, v]         pz[n] = sum_v p[n, v] z[n, v]         argmax[n]
 
-and the gradient is one formula for all of them, with a cotangent per row and statistic:
+and the gradient is one formula for all of them, with a cotangent per row and statistic, p = exp((z - max) - logsum):
 
-    dz[n, v] = (g_nll + g_lse)[n] * p[n, v]  -  g_nll[n] * [v == t_n]          p = exp((z - max) - logsum)
+    dz[n, v] = (g_nll + g_lse)[n] p - g_nll[n] [v == t_n] + g_zsum[n] u[v] + g_pz[n] p (z - pz[n] + 1)
+    dlogits = dz * epilogue'
 
 | op | returns | cost in N*V*H multiply-adds x 2 |
 |---|---|---|
-| row_stats | nll, max, logsum | 2 |
-| row_stats_backward | dh, dweight, dbias from saved max, logsum | 6 (recomputes the logits) |
+| row_stats | the statistics | 2 |
+| row_stats_backward | dh, dweight, dbias from saved statistics | 6 (recomputes the logits) |
 | row_stats_with_grads | the statistics, and dh, dweight, dbias for row weights known up front | 6 in all |
 
-Shapes: h [N, H], weight [V, H], target [N] int64, bias [V] or None; nll, max, logsum [N] in float32 (float64 for
-float64). nll is 0 and takes no cotangent where target == ignore_index; lse is that of every row. max and logsum are
-the two halves of lse, kept apart because p computed from their sum loses precision when all logits share a large
-offset; the gradient of lse flows through logsum, max is not differentiable.
+Shapes: h [N, H], weight [V, H], target [N] int64, bias [V] or None, class_weight u [V] or None (1); statistics [N] in
+float32 (float64 for float64), argmax int64. zsum, pz and argmax are computed when `want` asks for them, else empty.
+nll is 0 and takes no cotangent where target == ignore_index; the other statistics are those of every row. max and
+logsum are the two halves of lse, kept apart because p computed from their sum loses precision when all logits share a
+large offset; the gradient of lse flows through logsum, max is not differentiable. class_weight has no gradient.
 
 h is in the dtype that the logits have; weight may be wider (autocast's float32 parameter): it is cast for the
-product, and dweight comes back in its own dtype. chunk_size: rows per chunk, clamped to N. accum_dtype: "param"
+product, and dweight comes back in its own dtype. The epilogue is cap * function(scale * (x + shift)) on each logit x,
+in float32, function "tanh", "sigmoid" or "" (identity). chunk_size: rows per chunk, clamped to N. accum_dtype: "param"
 accumulates dweight in weight's dtype (one rounding per chunk), "float32" never rounds between chunks, "auto" is "param"
 up to 16 chunks and "float32" above. needs: which of dh, dweight, dbias to compute; the others come back empty.
 
@@ -35,41 +39,53 @@ import torch
 from torch import Tensor
 
 from . import runtime
-from .runtime import Needs, stat_dtype
+from .kernels import Cotangents, Epilogue, Statistics
+from .runtime import How, Needs, Want, stat_dtype
 
-_PREFIX = "flce_inductor"
-_HEAD = "Tensor h, Tensor weight, Tensor target, Tensor? bias"
-_HOW = "int ignore_index, int chunk_size, str accum_dtype"
+_HEAD = "Tensor h, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
+_HOW = "int ignore_index, int chunk_size, str accum_dtype, str function, float scale, float shift, float cap"
+_WANT = "bool[3] want"
+_STATS = "Tensor nll, Tensor max, Tensor logsum, Tensor zsum, Tensor pz, Tensor argmax"
+_COTANGENTS = "Tensor? g_nll, Tensor? g_lse, Tensor? g_zsum, Tensor? g_pz"
+_GRADS = "Tensor dh, Tensor dweight, Tensor dbias"
 
 
-@torch.library.custom_op(
-    f"{_PREFIX}::row_stats", mutates_args=(), schema=f"({_HEAD}, {_HOW}) -> (Tensor nll, Tensor max, Tensor logsum)"
+def _op(name: str, schema: str):
+    return torch.library.custom_op(f"flce_inductor::{name}", mutates_args=(), schema=schema)
+
+
+def _how(ignore_index, chunk_size, accum_dtype, *epilogue) -> How:
+    return How(ignore_index, chunk_size, accum_dtype, Epilogue(*epilogue))
+
+
+def _filled(h: Tensor, stats: Statistics) -> tuple[Tensor, ...]:
+    """The statistics with an empty tensor for each that wasn't wanted."""
+    nothing = (h.new_empty(0, dtype=torch.int64 if i == 5 else stat_dtype(h.dtype)) for i in range(6))
+    return tuple(e if s is None else s for s, e in zip(stats, nothing, strict=True))
+
+
+@_op("row_stats", f"({_HEAD}, {_HOW}, {_WANT}) -> ({_STATS})")
+def row_stats(h, weight, target, bias, class_weight, *how_want):
+    *how, want = how_want
+    stats, _ = runtime.run(h, weight, target, bias, class_weight, _how(*how), want=Want(*want))
+    return _filled(h, stats)
+
+
+@_op(
+    "row_stats_backward",
+    f"({_HEAD}, Tensor max, Tensor logsum, Tensor? pz, {_COTANGENTS}, {_HOW}, bool[3] needs) -> ({_GRADS})",
 )
-def row_stats(h, weight, target, bias, ignore_index, chunk_size, accum_dtype):
-    stats, _ = runtime.run(h, weight, target, bias, ignore_index=ignore_index, chunk_size=chunk_size)
-    return tuple(stats)
-
-
-@torch.library.custom_op(
-    f"{_PREFIX}::row_stats_backward",
-    mutates_args=(),
-    schema=f"({_HEAD}, Tensor max, Tensor logsum, Tensor? g_nll, Tensor? g_lse, {_HOW}, bool[3] needs)"
-    " -> (Tensor dh, Tensor dweight, Tensor dbias)",
-)
-def row_stats_backward(
-    h, weight, target, bias, max, logsum, g_nll, g_lse, ignore_index, chunk_size, accum_dtype, needs
-):
+def row_stats_backward(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g_zsum, g_pz, *how_needs):
+    *how, needs = how_needs
     _, grads = runtime.run(
         h,
         weight,
         target,
         bias,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size,
-        accum_dtype=accum_dtype,
-        saved=(max, logsum),
-        g_nll=g_nll,
-        g_lse=g_lse,
+        class_weight,
+        _how(*how),
+        saved=Statistics(None, max, logsum, None, pz, None),
+        cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
         needs=Needs(*needs),
     )
     if h.dtype == torch.float16:
@@ -78,34 +94,40 @@ def row_stats_backward(
     return tuple(grads[:3])
 
 
-@torch.library.custom_op(
-    f"{_PREFIX}::row_stats_with_grads",
-    mutates_args=(),
-    schema=f"({_HEAD}, Tensor? g_nll, Tensor? g_lse, {_HOW}, bool[3] needs)"
-    " -> (Tensor nll, Tensor max, Tensor logsum, Tensor dh, Tensor dweight, Tensor dbias, Tensor unscale)",
+@_op(
+    "row_stats_with_grads",
+    f"({_HEAD}, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW}, {_WANT}, bool[3] needs)"
+    f" -> ({_STATS}, {_GRADS}, Tensor unscale)",
 )
-def row_stats_with_grads(h, weight, target, bias, g_nll, g_lse, ignore_index, chunk_size, accum_dtype, needs):
-    """dh, dweight, dbias are to be multiplied by unscale [] (in float32, together with what else is deferred).
+def row_stats_with_grads(
+    h, weight, target, bias, class_weight, g_nll, g_lse, g_zsum, g_pz, row_inputs, row_program, *how_want_needs
+):
+    """Cotangents are given, or computed by row_program (runtime.RowProgram) from each row's statistics and row_inputs.
 
-    It is 1 except for float16, whose gradients are kept at a power of two that uses its range.
+    dh, dweight, dbias are to be multiplied by unscale [] (in float32, together with what else is deferred). It is 1
+    except for float16, whose gradients are kept at a power of two that uses its range; float16 takes no row_program.
     """
+    *how, want, needs = how_want_needs
     stats, grads = runtime.run(
         h,
         weight,
         target,
         bias,
-        ignore_index=ignore_index,
-        chunk_size=chunk_size,
-        accum_dtype=accum_dtype,
-        g_nll=g_nll,
-        g_lse=g_lse,
+        class_weight,
+        _how(*how),
+        want=Want(*want),
+        cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
+        program=row_program,
+        row_inputs=row_inputs,
         needs=Needs(*needs),
     )
-    return (*stats, *grads)
+    return (*_filled(h, stats), *grads)
 
 
-def _fake_stats(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(h.new_empty(h.shape[0], dtype=stat_dtype(h.dtype)) for _ in range(3))
+def _fake_stats(h: Tensor, want: list[bool]) -> tuple[Tensor, ...]:
+    wanted = (True, True, True, *want)
+    dtypes = [stat_dtype(h.dtype)] * 5 + [torch.int64]
+    return tuple(h.new_empty(h.shape[0] if w else 0, dtype=d) for w, d in zip(wanted, dtypes, strict=True))
 
 
 def _fake_grads(h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,42 +141,49 @@ def _fake_grads(h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool
 
 
 @row_stats.register_fake
-def _(h, weight, target, bias, ignore_index, chunk_size, accum_dtype):
-    runtime.check_shapes(h, weight, target, bias)
-    return _fake_stats(h)
+def _(h, weight, target, bias, class_weight, *how_want):
+    runtime.check_shapes(h, weight, target, bias, class_weight)
+    return _fake_stats(h, how_want[-1])
 
 
 @row_stats_backward.register_fake
-def _(h, weight, target, bias, max, logsum, g_nll, g_lse, ignore_index, chunk_size, accum_dtype, needs):
-    return _fake_grads(h, weight, bias, needs)
+def _(h, weight, target, bias, *rest):
+    return _fake_grads(h, weight, bias, rest[-1])
 
 
 @row_stats_with_grads.register_fake
-def _(h, weight, target, bias, g_nll, g_lse, ignore_index, chunk_size, accum_dtype, needs):
-    runtime.check_shapes(h, weight, target, bias)
-    return (*_fake_stats(h), *_fake_grads(h, weight, bias, needs), h.new_empty((), dtype=stat_dtype(h.dtype)))
+def _(h, weight, target, bias, class_weight, *rest):
+    runtime.check_shapes(h, weight, target, bias, class_weight)
+    *_, want, needs = rest
+    unscale = h.new_empty((), dtype=stat_dtype(h.dtype))
+    return (*_fake_stats(h, want), *_fake_grads(h, weight, bias, needs), unscale)
 
 
 def _save(ctx, inputs, output):
-    h, weight, target, bias, *ctx.how = inputs
-    _, max, logsum = output
-    ctx.mark_non_differentiable(max)
+    h, weight, target, bias, class_weight, *how, want = inputs
+    _, max, logsum, _, pz, argmax = output
+    ctx.how, ctx.want = how, want
+    ctx.mark_non_differentiable(max, argmax)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(h, weight, target, bias, max, logsum)
+    ctx.save_for_backward(h, weight, target, bias, class_weight, max, logsum, pz)
 
 
-def _backward(ctx, g_nll, g_max, g_lse):
+def _backward(ctx, g_nll, g_max, g_lse, g_zsum, g_pz, g_argmax):
+    nothing = (None,) * len(ctx.needs_input_grad)
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    if (g_nll is None and g_lse is None) or not any(needs):
-        return (None,) * 7
-    grads = torch.ops.flce_inductor.row_stats_backward(*ctx.saved_tensors, g_nll, g_lse, *ctx.how, needs)
+    # a caller may send a gradient to the empty tensor that stands for an unwanted statistic
+    zsum, pz, _ = ctx.want
+    cotangents = (g_nll, g_lse, g_zsum if zsum else None, g_pz if pz else None)
+    if all(g is None for g in cotangents) or not any(needs):
+        return nothing
+    *head, pz = ctx.saved_tensors
+    pz = None if cotangents[-1] is None else pz
+    grads = torch.ops.flce_inductor.row_stats_backward(*head, pz, *cotangents, *ctx.how, needs)
     dh, dweight, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    return dh, dweight, None, dbias, None, None, None
+    return dh, dweight, None, dbias, *nothing[4:]
 
 
 row_stats.register_autograd(_backward, setup_context=_save)
-
-
 _NO_SECOND_DERIVATIVE = (
     "flce_inductor: the fused linear cross entropy has no second derivative. Compute the loss that you differentiate "
     "twice from explicit logits, or leave that function uncompiled."
@@ -172,7 +201,8 @@ row_stats_with_grads.register_autograd(_no_second_derivative)
 def forbid_second_derivative(*grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """The same gradients, which raise when they are differentiated (create_graph=True)."""
     raising = torch._C._functions.DelayedError(_NO_SECOND_DERIVATIVE.encode(), len(grads))
-    return raising(*(None if g is None else g.detach().requires_grad_() for g in grads))
+    raised = raising(*(None if g is None else g.detach().requires_grad_() for g in grads))
+    return raised if isinstance(raised, tuple) else (raised,)
 
 
 def check_dtypes(h: torch.dtype, weight: torch.dtype, bias: torch.dtype | None) -> None:

@@ -1,10 +1,21 @@
-"""The only chunk loop in the project.
+"""The only chunk loop in the project, in two orders.
 
-    for each chunk of rows [lo, hi):
-        slab  = h[lo:hi] @ weight.T + bias       library GEMM, into the one C x V buffer
+Rows-major, where the statistics aren't known yet:
+
+    for each chunk of rows:
+        slab  = h[rows] @ weight.T + bias        library GEMM, into the one C x V buffer
         rows kernel, in place                    statistics, then dlogits over the slab (kernels.py)
-        dh[lo:hi] = slab @ weight                into the slice of dh
-        dweight  (+)= slab.T @ h[lo:hi]          in place: no [V, H] temporary, ever
+        dh[rows] = slab @ weight                 into the slice of dh
+        dweight  (+)= slab.T @ h[rows]           in place: no [V, H] temporary, ever
+
+Vocabulary-major, where they are (the backward of row_stats): each block of the vocabulary sees all rows at once, so
+its part of dweight is one product, rounded once, and what accumulates is dh, which is small:
+
+    for each block of columns:
+        slab = h @ weight[columns].T + bias      N x Vb, as large as the slab above
+        rows kernel, in place                    dlogits from the statistics
+        dweight[columns] = slab.T @ h
+        dh (+)= slab @ weight[columns]           in float32
 
 Nothing here waits for the device: counts, scales and the check of the labels stay on it.
 """
@@ -12,15 +23,19 @@ Nothing here waits for the device: counts, scales and the check of the labels st
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .kernels import Cotangents, Epilogue, Statistics
 
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
-_SCRATCH_BYTES = 16 << 20  # what the fallback may allocate at a time to accumulate dweight
+_SCRATCH_BYTES = 16 << 20  # what may be allocated at a time beside slab and gradients
 _FP16_LIMIT = 2.0**15  # half of float16's largest number
 _PAD = 64  # elements; the slab's leading dimension is a multiple of it
 _ALIGN = 8  # a 16-bit GEMM whose V is not a multiple of it runs 6 to 8 times slower
@@ -34,19 +49,25 @@ class Needs(NamedTuple):
     dbias: bool
 
 
-NOTHING = Needs(False, False, False)
+class Want(NamedTuple):
+    """Which statistics are wanted beside nll, max and logsum."""
+
+    zsum: bool = False
+    pz: bool = False
+    argmax: bool = False
 
 
-class Statistics(NamedTuple):
-    """Row statistics, each [N] in stat_dtype(h): the loss, and logsumexp as a pair (lse = max + logsum)."""
+class How(NamedTuple):
+    """What isn't a tensor: see ops.py."""
 
-    nll: Tensor
-    max: Tensor
-    logsum: Tensor
+    ignore_index: int
+    chunk_size: int
+    accum_dtype: str = "auto"
+    epilogue: Epilogue = kernels.IDENTITY
 
 
 class Gradients(NamedTuple):
-    """dh [N, H], dweight [V, H], dbias [V], each empty when not needed, all to be multiplied by unscale [] ."""
+    """dh [N, H], dweight [V, H], dbias [V], each empty when not needed, all to be multiplied by unscale []."""
 
     dh: Tensor
     dweight: Tensor
@@ -54,13 +75,20 @@ class Gradients(NamedTuple):
     unscale: Tensor
 
 
+NO_GRADIENTS = Needs(False, False, False)
+NOTHING_MORE = Want()
+
+
 def stat_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and losses for logits of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+# ---------------------------------------------------------------- dweight
+
+
 def accumulator_dtype(weight: torch.dtype, accum_dtype: str, chunks: int) -> torch.dtype:
-    """The dtype of the buffer that dweight is accumulated in over `chunks` chunks."""
+    """The precision that dweight is accumulated in over `chunks` chunks."""
     wide = accum_dtype == "float32" or (accum_dtype == "auto" and chunks > MAX_CHUNKS_IN_PARAM_DTYPE)
     return torch.promote_types(weight, torch.float32) if wide else weight
 
@@ -68,15 +96,15 @@ def accumulator_dtype(weight: torch.dtype, accum_dtype: str, chunks: int) -> tor
 def accumulate_path(
     device_type: str, capability: tuple[int, int] | None, operand: torch.dtype, destination: torch.dtype
 ) -> str:
-    """How `destination += slab.T @ h` is computed.
+    """How `destination += a @ b` is computed, for a and b of dtype operand.
 
     | device | operands | destination | path |
     |---|---|---|---|
     | CUDA | fp32, fp64 | the same | direct |
     | CUDA, capability >= 8.0 | fp16, bf16 | the same | direct |
     | CUDA, capability >= 8.0 | fp16, bf16 | fp32 | out_dtype |
-    | others | any | the same | direct where the library accumulates in place (CPU), else fallback |
-    | any | other combinations | | fallback |
+    | CPU | any | the same | direct |
+    | others | any | any | fallback |
 
     direct: one GEMM that adds into the destination. out_dtype: the same with 16-bit operands and a float32
     destination. fallback: through a scratch buffer of a bounded size, never one of the destination's.
@@ -91,37 +119,77 @@ def accumulate_path(
     return "out_dtype" if sixteen_bit and destination == torch.float32 else "fallback"
 
 
+def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: str) -> None:
+    """destination [M, P] = a @ b when first, else += ; a [M, K], b [K, P]."""
+    if path == "direct":
+        # beta=0 reads nothing, so the first product needs no zeroed destination
+        destination.addmm_(a, b, beta=0 if first else 1)
+    elif path == "out_dtype":
+        if first:
+            torch.mm(a, b, out_dtype=destination.dtype, out=destination)
+        else:
+            torch.addmm(destination, a, b, out_dtype=destination.dtype, out=destination)
+    elif path == "upcast":
+        # for a destination that is small and a contraction that is long: exact products, a part of it at a time
+        step = max(1, _SCRATCH_BYTES // (destination.dtype.itemsize * max(1, *destination.shape)))
+        for i, (columns, rows) in enumerate(zip(a.split(step, 1), b.split(step), strict=True)):
+            beta = 0 if first and i == 0 else 1
+            destination.addmm_(columns.to(destination.dtype), rows.to(destination.dtype), beta=beta)
+    else:
+        step = _scratch_rows(destination)
+        for block, rows in zip(destination.split(step), a.split(step), strict=True):
+            product = rows @ b
+            block.copy_(product) if first else block.add_(product)
+
+
+def _scratch_rows(x: Tensor) -> int:
+    """Rows of x that may be held in float32 beside the gradients at a time."""
+    return max(1, _SCRATCH_BYTES // (4 * max(1, x.shape[1])))
+
+
+def _accumulate_pair_(total: Tensor, residual: Tensor, a: Tensor, b: Tensor, first: bool, path: str) -> None:
+    """total + residual (+)= a @ b, both [M, P] of 16 bits: together they hold about as much as float32 would.
+
+    path: that of a 16-bit product into float32. Costs the memory of a float32 accumulator and not the copy at its end.
+    """
+    direct = path == "out_dtype"
+    # without out_dtype the operands are widened, of which a's rows may be longer than total's
+    step = _scratch_rows(total if direct or a.shape[1] < total.shape[1] else a)
+    b = b if direct else b.float()
+    for high, low, rows in zip(total.split(step), residual.split(step), a.split(step), strict=True):
+        product = torch.mm(rows, b, out_dtype=torch.float32) if direct else rows.float() @ b
+        kernels.add_residual_(high, low, product, first=first)
+
+
+# ---------------------------------------------------------------- checks and scales
+
+
+def check_shapes(h: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    """Raise the errors that eager's linear and cross_entropy give for shapes and dtypes that don't fit."""
+    torch._check(h.dim() == 2 and weight.dim() == 2, lambda: "expected hidden states [N, H] and a weight [V, H]")
+    torch._check(
+        h.shape[1] == weight.shape[1],
+        lambda: f"mat1 and mat2 shapes cannot be multiplied ({tuple(h.shape)} and {tuple(weight.shape[::-1])})",
+    )
+    torch._check(
+        target.dim() == 1 and h.shape[0] == target.shape[0],
+        lambda: f"Expected input batch_size ({h.shape[0]}) to match target batch_size ({tuple(target.shape)}).",
+    )
+    torch._check(target.dtype == torch.int64, lambda: f"expected a target of dtype int64, got {target.dtype}")
+    for vector, called in ((bias, "bias"), (class_weight, "class weight")):
+        if vector is not None:
+            torch._check(
+                vector.shape == (weight.shape[0],),
+                lambda v=vector, c=called: f"expected a {c} [V], got {tuple(v.shape)}",
+            )
+
+
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def accumulate_(dweight: Tensor, slab: Tensor, h: Tensor, first: bool, path: str) -> None:
-    """dweight [V, H] = slab.T @ h when first, else += ; slab [C, V], h [C, H]."""
-    if path == "direct":
-        # beta=0 reads nothing, so the first chunk needs no zeroed destination
-        dweight.addmm_(slab.t(), h, beta=0 if first else 1)
-    elif path == "out_dtype":
-        if first:
-            torch.mm(slab.t(), h, out_dtype=dweight.dtype, out=dweight)
-        else:
-            torch.addmm(dweight, slab.t(), h, out_dtype=dweight.dtype, out=dweight)
-    else:
-        step = max(1, _SCRATCH_BYTES // (slab.dtype.itemsize * h.shape[1]))
-        for block, columns in zip(dweight.split(step), slab.split(step, dim=1), strict=True):
-            part = columns.t() @ h
-            block.copy_(part) if first else block.add_(part)
-
-
-def _vocabulary_parts(V: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """The columns as one part, or as an aligned part and a tail where a GEMM over all of them would be slow."""
-    aligned = V // _ALIGN * _ALIGN
-    if device.type == "cuda" and dtype.itemsize == 2 and 0 < aligned < V:
-        return [slice(0, aligned), slice(aligned, V)]
-    return [slice(0, V)]
-
-
-def _check_labels(target: Tensor, V: int, ignore_index: int) -> None:
+def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
     """Fail as eager does for a label outside [0, V) that isn't ignore_index."""
     bad = (target != ignore_index) & ((target < 0) | (target >= V))
     if target.device.type == "cpu":
@@ -133,26 +201,38 @@ def _check_labels(target: Tensor, V: int, ignore_index: int) -> None:
 
 
 def _fp16_scale(
-    h: Tensor, weight: Tensor, valid: Tensor, g_nll: Tensor | None, g_lse: Tensor | None, sums: Tensor | None
+    h: Tensor,
+    weight: Tensor,
+    valid: Tensor,
+    class_weight: Tensor | None,
+    g: Cotangents,
+    factor: float,
+    sums: Tensor | None,
 ) -> Tensor:
     """A power of two [] for the cotangents that uses float16's range without overflow in dlogits, dh or dweight.
 
     float16 gradients underflow where a GradScaler would have lifted them, because the factor that arrives with the
-    backward is unknown when they are computed. With G = sum |g| over the rows: |dweight| <= G max|h|, |dbias| <= G,
-    |dh| <= 2 max|g| max|weight|. sums: what G is multiplied by in the sums over rows that are held in float16, if any.
+    backward is unknown when they are computed. With B >= sum_v |dlogits| of a row: |dh| <= max B max|weight|,
+    |dweight| <= sum B max|h|, |dbias| <= sum B. factor: the largest slope of the epilogue. sums: what sum B is
+    multiplied by in the sums over rows that are held in float16, if any.
     """
-    g = torch.zeros_like(valid, dtype=torch.float32)
-    if g_nll is not None:
-        g = g + g_nll.abs().where(valid, 0.0)
-    if g_lse is not None:
-        g = g + g_lse.abs()
-    g = g.nan_to_num(posinf=0.0)  # a row that is lost already doesn't choose the scale of the others
-    most = g.max() if g.numel() else g.sum()
-    bound = 2 * most * _largest(weight)
+    V = weight.shape[0]
+    bound = torch.zeros(valid.shape, dtype=torch.float32, device=valid.device)
+    if g.nll is not None:
+        bound += 2 * g.nll.abs().where(valid, 0.0)
+    if g.lse is not None:
+        bound += g.lse.abs()
+    if g.zsum is not None:
+        bound += g.zsum.abs() * (V if class_weight is None else class_weight.abs().sum())
+    if g.pz is not None:
+        bound += g.pz.abs() * (2 * math.log(V) + 2)  # sum_v p |log p + entropy + 1|
+    bound = factor * bound.nan_to_num(posinf=0.0)  # a row that is lost already doesn't choose the scale of the others
+    most = bound.max() if bound.numel() else bound.sum()
+    largest = most * _largest(weight)
     if sums is not None:
-        bound = torch.maximum(bound, g.sum() * sums)
-    exponent = torch.log2(_FP16_LIMIT / bound.clamp(min=2.0**-60)).floor().clamp(-24.0, 24.0)
-    return torch.where(bound > 0, torch.exp2(exponent), torch.ones_like(bound))
+        largest = torch.maximum(largest, bound.sum() * sums)
+    exponent = torch.log2(_FP16_LIMIT / largest.clamp(min=2.0**-60)).floor().clamp(-24.0, 24.0)
+    return torch.where(largest > 0, torch.exp2(exponent), torch.ones_like(largest))
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -175,20 +255,57 @@ def scaled(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def check_shapes(h: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
-    """Raise the errors that eager's linear and cross_entropy give for shapes and dtypes that don't fit."""
-    torch._check(h.dim() == 2 and weight.dim() == 2, lambda: "expected hidden states [N, H] and a weight [V, H]")
-    torch._check(
-        h.shape[1] == weight.shape[1],
-        lambda: f"mat1 and mat2 shapes cannot be multiplied ({tuple(h.shape)} and {tuple(weight.shape[::-1])})",
-    )
-    torch._check(
-        target.dim() == 1 and h.shape[0] == target.shape[0],
-        lambda: f"Expected input batch_size ({h.shape[0]}) to match target batch_size ({tuple(target.shape)}).",
-    )
-    torch._check(target.dtype == torch.int64, lambda: f"expected a target of dtype int64, got {target.dtype}")
-    if bias is not None:
-        torch._check(bias.shape == (weight.shape[0],), lambda: f"expected a bias [V], got {tuple(bias.shape)}")
+# ---------------------------------------------------------------- row programs
+
+# What a row program may compute on vectors of one number per row: elementwise, so that a chunk's rows stand alone. The
+# operators of torch.ops.aten, unlike torch's functions, take a number first too.
+_ROW_OPS = """
+    abs add atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min cos cosh div eq erf
+    erfc exp exp2 expm1 floor fmod ge gt isinf isnan le log log10 log1p log2 logical_and logical_not logical_or
+    logical_xor lt maximum minimum mul ne neg pow reciprocal relu remainder round rsqrt sgn sigmoid sign signbit sin
+    sinh sqrt square sub tan tanh trunc where xlogy
+"""
+ROW_OPS = {name: getattr(torch.ops.aten, name) for name in _ROW_OPS.split()}
+ROW_STATISTICS = Statistics._fields[:5]  # the first registers of a row program
+
+
+class RowProgram(NamedTuple):
+    """Cotangents as an elementwise function of the same row's statistics and of vectors known up front.
+
+    Registers: the ROW_STATISTICS, then the row inputs, then each step's result. A step is [op, *operands], an operand
+    ["r", register], a number, or None for an argument left out; op is one of ROW_OPS, or "to" with a dtype's name.
+    cotangents: the registers of g_nll, g_lse, g_zsum and g_pz, None where there is none. As text it is JSON (with
+    Python's Infinity and NaN), part of a graph's cache key.
+    """
+
+    steps: list[list[Any]]
+    cotangents: list[int | None]
+
+    def text(self) -> str:
+        return json.dumps(self._asdict())
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> RowProgram:
+        program = RowProgram(**json.loads(text))
+        for op, *_ in program.steps:
+            if op != "to" and op not in ROW_OPS:
+                raise ValueError(f"flce_inductor: a row program has no {op!r}, only to, {', '.join(ROW_OPS)}")
+        return program
+
+    def __call__(self, statistics: Sequence[Tensor], row_inputs: Sequence[Tensor]) -> Cotangents:
+        registers = [*statistics, *row_inputs]
+        dtype = statistics[0].dtype
+        for op, *operands in self.steps:
+            values = [registers[x[1]] if isinstance(x, list) else x for x in operands]
+            if op == "to":
+                registers.append(values[0].to(getattr(torch, values[1])))
+            else:
+                registers.append(ROW_OPS[op](*values))
+        return Cotangents(*(None if i is None else registers[i].to(dtype) for i in self.cotangents))
+
+
+# ---------------------------------------------------------------- the loop
 
 
 def run(
@@ -196,87 +313,167 @@ def run(
     weight: Tensor,  # [V, H]
     target: Tensor,  # [N] int64
     bias: Tensor | None,  # [V]
+    class_weight: Tensor | None,  # [V], weighs zsum
+    how: How,
     *,
-    ignore_index: int,
-    chunk_size: int,
-    accum_dtype: str = "auto",
-    saved: tuple[Tensor, Tensor] | None = None,  # max, logsum, each [N]: known, so nll isn't computed again
-    g_nll: Tensor | None = None,  # [N] cotangent of nll
-    g_lse: Tensor | None = None,  # [N] cotangent of lse
-    needs: Needs = NOTHING,
+    want: Want = NOTHING_MORE,
+    saved: Statistics | None = None,  # known statistics (max, logsum, and pz with its cotangent), each [N]
+    cotangents: Cotangents | None = None,  # each [N]
+    program: str = "",  # or a RowProgram's text that computes them
+    row_inputs: Sequence[Tensor] = (),  # each [N], read by program
+    needs: Needs = NO_GRADIENTS,
 ) -> tuple[Statistics | None, Gradients]:
-    """Row statistics (unless saved), and the gradients that are needed for the given cotangents of each row.
+    """Row statistics (unless saved), and the gradients that are needed for the cotangents of each row.
 
     Logits are rounded to h's dtype, as linear rounds them; a weight or bias of another dtype is cast to it once, and
     its gradient is returned in its own dtype.
     """
-    check_shapes(h, weight, target, bias)
+    check_shapes(h, weight, target, bias, class_weight)
+    check_labels(target, weight.shape[0], how.ignore_index)
     with torch.autocast(h.device.type, enabled=False):
-        return _rows_major(h, weight, target, bias, ignore_index, chunk_size, accum_dtype, saved, g_nll, g_lse, needs)
+        head = _Head(h, weight, target, bias, class_weight, how)
+        dtype = stat_dtype(h.dtype)
+        g = Cotangents(*(None if x is None else x.to(dtype) for x in cotangents or Cotangents()))
+        if saved is not None:
+            return None, head.vocabulary_major(saved, g, needs)
+        return head.rows_major(want, g, RowProgram.parse(program) if program else None, row_inputs, needs)
 
 
-def _rows_major(h, weight, target, bias, ignore_index, chunk_size, accum_dtype, saved, g_nll, g_lse, needs):
-    N, V, dtype, device = h.shape[0], weight.shape[0], h.dtype, h.device
-    rows = max(1, min(chunk_size, N))
-    stats = stat_dtype(dtype)
-    grad = any(needs)
-    _check_labels(target, V, ignore_index)
+class _Head:
+    """The operands of the loop, in the dtypes and layouts that its products take."""
 
-    h = h if h.stride(-1) == 1 else h.contiguous()
-    w = weight.to(dtype)
-    w = w if 1 in w.stride() else w.contiguous()
-    b = None if bias is None else bias.to(dtype)
-    g_nll, g_lse = (None if g is None else g.to(stats).contiguous() for g in (g_nll, g_lse))
+    def __init__(self, h, weight, target, bias, class_weight, how):
+        self.dtype, self.device, self.how = h.dtype, h.device, how
+        (self.N, self.H), self.V = h.shape, weight.shape[0]
+        self.rows = max(1, min(how.chunk_size, self.N))
+        self.h = h if h.stride(-1) == 1 else h.contiguous()
+        w = weight.to(self.dtype)
+        self.w = w if 1 in w.stride() else w.contiguous()
+        self.b = None if bias is None else bias.to(self.dtype)
+        self.weight, self.bias, self.target = weight, bias, target
+        self.stats = stat_dtype(self.dtype)
+        self.u = None if class_weight is None else class_weight.to(self.stats).contiguous()
+        self.capability = _capability(self.device)
 
-    if saved is None:
-        nll, max_, logsum = (torch.empty(N, dtype=stats, device=device) for _ in range(3))
-    else:
-        nll, (max_, logsum) = None, saved
-    dh = torch.empty(h.shape if needs.dh else 0, dtype=dtype, device=device)
-    accumulator = accumulator_dtype(weight.dtype, accum_dtype, -(-N // rows))
-    dweight = torch.empty_like(weight, dtype=accumulator) if needs.dweight else weight.new_empty(0)
-    dbias = torch.zeros(V if needs.dbias else 0, dtype=stats, device=device)
-    path = accumulate_path(device.type, _capability(device), dtype, accumulator)
-    scale = None
-    if grad and dtype == torch.float16:
-        sums = None
-        if needs.dweight and not (path == "out_dtype" and weight.dtype == torch.float32):
-            sums = _largest(h)
-        elif needs.dbias and bias.dtype == dtype:
-            sums = torch.ones((), device=device)
-        scale = _fp16_scale(h, w, target != ignore_index, g_nll, g_lse, sums)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    parts = _vocabulary_parts(V, dtype, device)
-    slab_rows = torch.empty(rows if N else 0, -(-V // _PAD) * _PAD, dtype=dtype, device=device)
-    for lo in range(0, N, rows):
-        chunk = slice(lo, min(lo + rows, N))
-        slab = slab_rows[: chunk.stop - lo, :V]
-        for part in parts:
-            if b is None:
-                torch.mm(h[chunk], w[part].t(), out=slab[:, part])
-            else:
-                torch.addmm(b[part], h[chunk], w[part].t(), out=slab[:, part])
+    def path(self, destination: torch.dtype) -> str:
+        return accumulate_path(self.device.type, self.capability, self.dtype, destination)
+
+    def blocks(self, columns: int) -> list[slice]:
+        """The vocabulary in blocks of `columns`; what is behind the last multiple of _ALIGN is a block of its own where
+        a GEMM over all of them would be slow."""
+        aligned = self.V
+        if self.device.type == "cuda" and self.dtype.itemsize == 2 and self.V > _ALIGN:
+            aligned = self.V // _ALIGN * _ALIGN
+        ends = [*range(columns, aligned, columns), aligned, *([self.V] if aligned < self.V else [])]
+        return [slice(lo, hi) for lo, hi in zip([0, *ends], ends, strict=False)]
+
+    def logits_(self, slab: Tensor, rows: slice, columns: slice) -> None:
+        """slab = h[rows] @ weight[columns].T + bias[columns], rounded once."""
+        if self.b is None:
+            torch.mm(self.h[rows], self.w[columns].t(), out=slab)
+        else:
+            torch.addmm(self.b[columns], self.h[rows], self.w[columns].t(), out=slab)
+
+    def rows_(self, slab, rows, statistics, g, *, stats, grad, scale=None, columns=slice(0, None)) -> None:
+        """The rows kernel over the slab of those rows and columns."""
         kernels.rows_(
             slab,
-            target[chunk],
-            kernels.select(kernels.Statistics(nll, max_, logsum), chunk),
-            kernels.select(kernels.Cotangents(g_nll, g_lse), chunk),
-            ignore_index,
-            stats=saved is None,
+            self.target[rows] - columns.start if columns.start else self.target[rows],
+            statistics,
+            g,
+            self.how.ignore_index - columns.start,
+            stats=stats,
             grad=grad,
             scale=scale,
+            class_weight=None if self.u is None else self.u[columns],
+            epilogue=self.how.epilogue,
         )
-        if needs.dh:
-            for part in parts:
-                dh[chunk].addmm_(slab[:, part], w[part], beta=0 if part.start == 0 else 1)
-        if needs.dweight:
-            for part in parts:
-                accumulate_(dweight[part], slab[:, part], h[chunk], lo == 0, path)
-        if needs.dbias:
-            dbias += slab.sum(0, dtype=stats)
-    if N == 0:
-        dweight.zero_()
 
-    unscale = torch.ones((), dtype=stats, device=device) if scale is None else 1.0 / scale
-    gradients = Gradients(dh, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype), unscale)
-    return (None if nll is None else Statistics(nll, max_, logsum)), gradients
+    def scale(self, g: Cotangents, needs: Needs, wide_dweight: bool) -> Tensor | None:
+        """The power of two for float16, None for other dtypes."""
+        if self.dtype != torch.float16 or not any(needs):
+            return None
+        sums = None
+        if needs.dweight and not (wide_dweight and self.weight.dtype == torch.float32):
+            sums = _largest(self.h)
+        elif needs.dbias and self.bias.dtype == self.dtype:
+            sums = torch.ones((), device=self.device)
+        valid = self.target != self.how.ignore_index
+        return _fp16_scale(self.h, self.w, valid, self.u, g, abs(self.how.epilogue.scale * self.how.epilogue.cap), sums)
+
+    def finish(self, dh: Tensor, dweight: Tensor, dbias: Tensor, scale: Tensor | None) -> Gradients:
+        if self.bias is not None:
+            dbias = dbias.to(self.bias.dtype)
+        unscale = torch.ones((), dtype=self.stats, device=self.device) if scale is None else 1.0 / scale
+        return Gradients(dh, dweight, dbias, unscale)
+
+    def rows_major(self, want, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
+        N, V, rows = self.N, self.V, self.rows
+        grad = any(needs)
+        stats = Statistics(
+            *(self.empty(N, dtype=self.stats) for _ in range(3)),
+            self.empty(N, dtype=self.stats) if want.zsum else None,
+            self.empty(N, dtype=self.stats) if want.pz else None,
+            self.empty(N, dtype=torch.int64) if want.argmax else None,
+        )
+        dh = self.empty(*self.h.shape) if needs.dh else self.empty(0)
+        dweight = torch.empty_like(self.weight) if needs.dweight else self.weight.new_empty(0)
+        accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))
+        path = self.path(accumulator)
+        residual = torch.empty_like(dweight) if accumulator != dweight.dtype else None
+        dbias = torch.zeros(V if needs.dbias else 0, dtype=self.stats, device=self.device)
+        scale = self.scale(g, needs, path == "out_dtype")
+        parts = self.blocks(V)
+        slab_rows = self.empty(rows if N else 0, -(-V // _PAD) * _PAD)
+        for lo in range(0, N, rows):
+            chunk = slice(lo, min(lo + rows, N))
+            slab = slab_rows[: chunk.stop - lo, :V]
+            for part in parts:
+                self.logits_(slab[:, part], chunk, part)
+            chunk_stats, chunk_g = kernels.select(stats, chunk), kernels.select(g, chunk)
+            if grad and program is not None:
+                self.rows_(slab, chunk, chunk_stats, None, stats=True, grad=False)
+                chunk_g = program(chunk_stats[: len(ROW_STATISTICS)], [x[chunk] for x in row_inputs])
+                self.rows_(slab, chunk, chunk_stats, chunk_g, stats=False, grad=True)
+            else:
+                self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
+            for part in parts:
+                if needs.dh:
+                    dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if part.start == 0 else 1)
+                if needs.dweight and residual is None:
+                    accumulate_(dweight[part], slab[:, part].t(), self.h[chunk], lo == 0, path)
+                elif needs.dweight:
+                    _accumulate_pair_(dweight[part], residual[part], slab[:, part].t(), self.h[chunk], lo == 0, path)
+            if needs.dbias:
+                dbias += slab.sum(0, dtype=self.stats)
+        if N == 0:
+            dweight.zero_()
+        return stats, self.finish(dh, dweight, dbias, scale)
+
+    def vocabulary_major(self, stats: Statistics, g: Cotangents, needs: Needs) -> Gradients:
+        N, V = self.N, self.V
+        columns = max(_PAD, self.rows * V // max(1, N) // _PAD * _PAD)  # a slab as large as a chunk of rows takes
+        blocks = self.blocks(min(columns, V))
+        wide = self.path(self.stats)
+        wide = "upcast" if wide == "fallback" else wide
+        dh = self.empty(*self.h.shape, dtype=self.stats) if needs.dh else self.empty(0)
+        dweight = torch.empty_like(self.weight) if needs.dweight else self.weight.new_empty(0)
+        path = self.path(self.weight.dtype)
+        dbias = self.empty(V if needs.dbias else 0, dtype=self.stats)
+        scale = self.scale(g, needs, path == "out_dtype")
+        width = -(-blocks[0].stop // _PAD) * _PAD
+        slab_columns = self.empty(N, width)
+        for columns in blocks:
+            slab = slab_columns[:, : columns.stop - columns.start]
+            self.logits_(slab, slice(0, N), columns)
+            self.rows_(slab, slice(0, N), stats, g, stats=False, grad=True, scale=scale, columns=columns)
+            if needs.dh:
+                accumulate_(dh, slab, self.w[columns], columns.start == 0, wide)
+            if needs.dweight:
+                accumulate_(dweight[columns], slab.t(), self.h, True, path)
+            if needs.dbias:
+                torch.sum(slab, 0, dtype=self.stats, out=dbias[columns])
+        return self.finish(dh.to(self.dtype), dweight, dbias, scale)

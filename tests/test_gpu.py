@@ -34,11 +34,22 @@ def peak_of_step(step) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_peak_is_gradients_plus_slab(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "accum_dtype"),
+    [
+        (torch.bfloat16, "param"),
+        (torch.float16, "param"),
+        (torch.float32, "param"),
+        (torch.bfloat16, "float32"),
+        (torch.float16, "float32"),
+    ],
+)
+def test_peak_is_gradients_plus_slab(dtype, accum_dtype):
+    """With float32 accumulation of a 16-bit dweight, 2 V H bytes more."""
     N, H, V, C = 8192, 4096, 128256, 1024
     h, weight, target = head(N, H, V, dtype)
-    compiled = torch.compile(loss_fn, backend="flce_inductor", options={"flce_inductor.chunk_size": C})
+    options = {"flce_inductor.chunk_size": C, "flce_inductor.accum_dtype": accum_dtype}
+    compiled = torch.compile(loss_fn, backend="flce_inductor", options=options)
 
     def step():
         h.grad = weight.grad = None
@@ -47,7 +58,8 @@ def test_peak_is_gradients_plus_slab(dtype):
 
     peak = peak_of_step(step)
     gradients, slab = (N * H + V * H) * dtype.itemsize, C * V * dtype.itemsize
-    assert peak <= gradients + 1.1 * slab, f"{peak / MIB:.0f} MiB"
+    more = 2 * V * H if accum_dtype == "float32" else 0
+    assert peak <= gradients + 1.1 * slab + more, f"{peak / MIB:.0f} MiB"
     assert peak >= gradients + slab, "the measurement saw less than what must exist"
 
 
@@ -92,7 +104,7 @@ def test_no_worse_than_eager(V, bias, dtype, reduction):
     compiled = torch.compile(eager, backend="flce_inductor", options={"flce_inductor.min_logits_bytes": 0})
     reference = run(eager, *(None if x is None else x.double() for x in (h, weight, b)))
     theirs = run(eager, h, weight, b)
-    for fn in (ours, compiled):
+    for fn in (ours, compiled) if V == 5003 else (ours,):  # compiling takes seconds
         for got, eager_got, want in zip(run(fn, h, weight, b), theirs, reference, strict=True):
             error, allowed = ((x - want).norm() / want.norm() for x in (got, eager_got))
             assert error <= 3 * allowed + torch.finfo(dtype).eps, (float(error), float(allowed))
@@ -128,3 +140,80 @@ def test_out_of_range_label_fails():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "out of bounds" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_two_runs_are_bitwise_equal(dtype):
+    h, weight, target = head(1000, 256, 5003, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for reduction in ("mean", "none", "mean", "none"):
+            h.grad = weight.grad = None
+            loss = flce_inductor.linear_cross_entropy(h, weight, target, reduction=reduction, chunk_size=128)
+            loss.sum().backward()
+            runs.append((loss.detach(), h.grad, weight.grad))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in ((runs[0], runs[2]), (runs[1], runs[3])):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_captured_by_a_cuda_graph():
+    """mode="reduce-overhead" captures the step, and its replays are right for new data."""
+    h, weight, target = head(512, 256, 5000, torch.bfloat16)
+    options = {"flce_inductor.min_logits_bytes": 0, "triton.cudagraphs": True}
+    compiled = torch.compile(loss_fn, backend="flce_inductor", options=options)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn_like(h).requires_grad_()
+        weight.grad = None
+        loss = compiled(x, weight, target)
+        loss.backward()
+        w = weight.detach().float().requires_grad_()
+        want = loss_fn(x.detach().float(), w, target)
+        want.backward()
+        assert abs(float(loss) - float(want)) < 2e-2
+        assert (weight.grad.float() - w.grad).norm() / w.grad.norm() < 1e-2
+
+
+@pytest.mark.parametrize("extra", [{"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"softcap": 20.0}, {"weight": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loss_family(extra, dtype):
+    h, weight, target = head(700, 128, 5003, dtype)
+    target[::5] = -100
+    extra = {k: torch.rand(5003, device="cuda") if k == "weight" else v for k, v in extra.items()}
+    loss = flce_inductor.linear_cross_entropy(h, weight, target, chunk_size=128, loss_dtype=torch.float32, **extra)
+    loss.backward()
+    x, w = h.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    z = F.linear(x, w)
+    z = 20 * torch.tanh(z / 20) if "softcap" in extra else z
+    kwargs = {k: v.double() if k == "weight" else v for k, v in extra.items() if k in ("label_smoothing", "weight")}
+    want = F.cross_entropy(z, target, **kwargs)
+    if "z_loss" in extra:
+        want = want + 1e-3 * z.logsumexp(1)[target != -100].square().mean()
+    want.backward()
+    assert abs(loss.double() - want) / want < 1e-3
+    for got, expected in ((h.grad, x.grad), (weight.grad, w.grad)):
+        assert (got.double() - expected).norm() / expected.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_float16_under_grad_scaler():
+    """As good as eager's float16 at a loss scale of 2^16, N = 16384: nothing under- or overflows."""
+    h, weight, target = head(16384, 256, 8000, torch.float16)
+    x, w = h.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    loss_fn(x, w, target).backward()
+    errors = []
+    options = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.chunk_size": 2048}
+
+    def upcast(h, weight, target):
+        return F.cross_entropy(F.linear(h, weight).float(), target)
+
+    for fn in (upcast, torch.compile(upcast, backend="flce_inductor", options=options)):
+        h.grad = weight.grad = None
+        (fn(h, weight, target) * 2.0**16).backward()
+        got = (h.grad.double() / 2**16, weight.grad.double() / 2**16)
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(got, (x.grad, w.grad), strict=True)])
+    (dh, dweight), (our_dh, our_dweight) = errors
+    assert our_dh <= 1.1 * dh
+    assert our_dweight <= 2.2 * dweight  # eight chunks in the parameter's dtype

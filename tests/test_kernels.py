@@ -972,7 +972,7 @@ def broken_triton(monkeypatch):
             raise self.error
 
     broken = Broken()
-    monkeypatch.setattr(kernels, "_TRITON_DEVICES", ("cpu",))
+    monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_unbuildable", set())
     monkeypatch.setattr(kernels, "triton_rows_", broken)
     monkeypatch.setattr(kernels, "triton_add_residual_", broken)
@@ -1058,12 +1058,12 @@ def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkey
     statistics = Statistics(None, None, None)
     matrices = [torch.zeros(1, 2)] * 3
     for devices in ((), ("cpu",)):
-        monkeypatch.setattr(kernels, "_TRITON_DEVICES", devices)
+        monkeypatch.setattr(kernels, "TRITON_DEVICES", devices)
         rows_(torch.zeros(1, 2), None, statistics, None, IGNORE, stats=True, grad=False)
         add_residual_(*matrices)
     assert taken == ["torch_rows_", "torch_add_residual_", "triton_rows_", "triton_add_residual_"]
     monkeypatch.undo()
-    assert kernels._TRITON_DEVICES == ("cuda", "xpu")
+    assert kernels.TRITON_DEVICES == ("cuda", "xpu")
 
 
 @pytest.mark.parametrize(

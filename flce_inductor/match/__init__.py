@@ -1,39 +1,103 @@
-"""Pre-grad: find a loss, walk back to its head, decide, and emit row_stats.
+"""Pre-grad: find a head whose logits are read by losses only, decide, and emit row_stats.
 
-anchors.py knows losses, chain.py what may stand between a loss and its head, graph.py how to read and write the graph.
+chain.py knows what may stand between a head and what reads its logits, anchors.py what the readers are in terms of row
+statistics, graph.py how to read and write the graph.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import torch
-import torch.nn.functional as F
+from torch.fx.node import Node
 
 from .. import chunking, config, ops
 from ..explain import Reason, Site, record, where
+from ..runtime import Want
 from . import anchors
-from .chain import Chain, walk
-from .graph import Changes, Refused, backward_of, forward_mode, insert, same_grad_mode, value
+from .anchors import NO_LABEL, Reader, Rows
+from .chain import Head, Place, follow, head_of, on_hidden
+from .graph import (
+    Changes,
+    Refused,
+    backward_of,
+    forward_mode,
+    name,
+    same_grad_mode,
+    switches_before,
+    value,
+    write,
+)
+
+
+@dataclasses.dataclass
+class _Group:
+    """Readers that one row_stats serves, for the rows of place; it stands before the node `at`: the first reader, or
+    the switch to no_grad in front of that.
+    """
+
+    place: Place
+    at: Node
+    readers: list[Reader]
+    target: Node | None
+    class_weight: Node | None
+    ignore_index: int
+    want: Want
+
+    def add(self, reader: Reader, position: dict[Node, int]) -> bool:
+        """Let the group serve reader too, if it can."""
+        if reader.place.key != self.place.key:
+            return False
+        ours = (self.target, self.class_weight, self.ignore_index)
+        theirs = (reader.target, reader.class_weight, reader.ignore_index)
+        nothing = (None, None, NO_LABEL)
+        if nothing not in (ours, theirs) and ours != theirs:
+            return False
+        if self.class_weight is not reader.class_weight and self.want.zsum + reader.want.zsum:
+            return False  # zsum is weighted or not
+        both = ours if theirs == nothing else theirs
+        if any(n is not None and position[n] > position[self.at] for n in both[:2]):
+            return False
+        self.target, self.class_weight, self.ignore_index = both
+        self.want = Want(*map(max, self.want, reader.want))
+        self.readers.append(reader)
+        return True
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Rewrite every head with its loss that can be proved safe; leave the others as they are, and say why."""
-    losses = list(graph.find_nodes(op="call_function", target=F.cross_entropy))
-    changes = Changes(graph) if losses else None
-    for node in losses:
-        site = Site(where(node), anchors.describe(node))
+    """Rewrite every head that can be proved safe; leave the others as they are, and say why."""
+    sites: dict[Node, tuple[Head, list[Site]]] = {}
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and node.target in anchors.LOSSES:
+            site = Site(where(node), anchors.describe(node))
+            try:
+                head = head_of(anchors.logits_of(node))
+            except Refused as refused:
+                site.reason, site.detail = refused.reason, refused.detail
+                record(site)
+            else:
+                sites.setdefault(head.node, (head, []))[1].append(site)
+    changes = Changes(graph) if sites else None
+    written: dict[Node, Node] = {}  # what became of readers
+    for head, losses in sites.values():
+        head = head.with_nodes(written)
         try:
-            loss = anchors.cross_entropy(node)
-            chain = walk(loss.logits, node)
-            _measure(site, chain)
-            _check(loss, chain, changes)
+            for site in losses:
+                _measure(site, head)
+            groups = _groups(head)
+            _check(head, groups, changes)
         except Refused as refused:
-            site.reason, site.detail = refused.reason, refused.detail
+            for site in losses:
+                site.reason, site.detail = refused.reason, refused.detail
         else:
-            _replace(loss, chain, site)
-        record(site)
-    graph.lint()
+            chunk_size = _replace(head, groups, changes, written)
+            for site in losses:
+                site.chunk_size = chunk_size
+        for site in losses:
+            record(site)
+    if sites:
+        graph.lint()
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
@@ -41,14 +105,14 @@ def _hint(size: int | torch.SymInt) -> int | None:
     return size if isinstance(size, int) else size.node.hint
 
 
-def _measure(site: Site, chain: Chain) -> None:
+def _measure(site: Site, head: Head) -> None:
     """Fill in the report, and refuse a head that is too small to gain anything."""
-    logits, settings = value(chain.head.node), config.current()
+    logits, settings = value(head.node), config.current()
     *lead, V = logits.shape
     N = 1
     for size in lead:
         N = N * size
-    site.N, site.H, site.V = str(N), str(value(chain.head.hidden).shape[-1]), str(V)
+    site.N, site.H, site.V = str(N), str(value(head.hidden).shape[-1]), str(V)
     site.dtype = str(logits.dtype).removeprefix("torch.")
     rows = _hint(N)
     if rows is not None:
@@ -57,67 +121,200 @@ def _measure(site: Site, chain: Chain) -> None:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
 
-def _check(loss: anchors.Loss, chain: Chain, changes: Changes) -> None:
-    """Refuse what the walk along the chain doesn't see: dtypes, modes, and memory that changes meanwhile."""
-    head = chain.head
-    inputs = [n for n in (head.hidden, head.weight, head.bias) if n is not None]
+def _groups(head: Head) -> list[_Group]:
+    """All that reads the logits, in groups that a row_stats can serve each; refuses what isn't understood."""
+    places = {head.node: Place(head.node, rows=head.node)}
+    readers: dict[Node, Reader] = {}
+    unknown: list[tuple[Node, Refused]] = []
+    for node in (waiting := [head.node]):
+        for user in node.users:
+            if user.op == "output":
+                raise Refused(Reason.RETURNED)
+            reader = anchors.read(places[node], user)
+            if reader is not None:
+                readers[reader.node] = reader
+                continue
+            try:
+                places[user] = follow(places[node], user)
+                waiting.append(user)
+            except Refused as refused:
+                unknown.append((user, refused))
+    for user, refused in unknown:
+        reader = anchors.entropy(user, places)
+        if reader is None:
+            raise refused if _leads_to_loss(user) else Refused(Reason.READER, name(user))
+        readers[reader.node] = reader
+
+    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
+    groups: list[_Group] = []
+    for reader in sorted(readers.values(), key=lambda r: position[r.node]):
+        if not any(group.add(reader, position) for group in groups):
+            kind = (reader.target, reader.class_weight, reader.ignore_index)
+            groups.append(_Group(reader.place, reader.node, [reader], *kind, reader.want))
+    return groups
+
+
+def _leads_to_loss(node: Node) -> bool:
+    """Whether a loss reads what a node makes: then the node stands in the way, else it is a reader of its own."""
+    seen, stack = set(), [node]
+    while stack:
+        user = stack.pop()
+        if user.target in anchors.LOSSES:
+            return True
+        seen.add(user)
+        stack += user.users.keys() - seen
+    return False
+
+
+def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
+    """Refuse what following the logits doesn't see: dtypes, modes, and memory that changes meanwhile."""
+    places = [reader.place for group in groups for reader in group.readers]
+    shifts = [place.shift for place in places if place.shift is not None]
+    inputs = [n for n in (head.hidden, head.weight, head.bias, *shifts) if n is not None]
+    inputs += [factor for place in places for factor in place.factors]
+    others = [n for group in groups for n in (group.target, group.class_weight) if n is not None]
     logits, weight = value(head.node), value(head.weight)
-    bias = None if head.bias is None else value(head.bias).dtype
-    if not ops.dtypes_fit(logits.dtype, weight.dtype, bias):
-        raise Refused(Reason.DTYPE, f"logits {logits.dtype}, weight {weight.dtype}, bias {bias}")
+    biases = {value(n).dtype for n in (head.bias, *shifts) if n is not None} or {None}
+    if not all(ops.dtypes_fit(logits.dtype, weight.dtype, bias) for bias in biases):
+        raise Refused(Reason.DTYPE, f"logits {logits.dtype}, weight {weight.dtype}, bias {biases}")
     if head.bias is not None and value(head.bias).shape != logits.shape[-1:]:
         raise Refused(Reason.LINK, f"a bias of shape {tuple(value(head.bias).shape)}")
     if not isinstance(weight.shape[0], int) or not isinstance(weight.shape[1], int):
         raise Refused(Reason.UNKNOWN_SHAPE, "H or V is dynamic")
-    if len({value(n).device for n in [*inputs, loss.target]}) > 1:
+    if len({value(n).device for n in [*inputs, *others]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
-    # the example of a view made without gradients says that it requires them, so requires_grad alone isn't proof
-    graded = [*head.seen, head.node, *chain.links, loss.node]
-    if any(value(n).requires_grad for n in inputs) and not same_grad_mode(graded, loss.node.graph):
-        raise Refused(Reason.GRAD_MODE)
-    if forward_mode(loss.node.graph):
+    if forward_mode(head.node.graph):
         raise Refused(Reason.SUBCLASS, "forward-mode differentiation")
-    # the rewrite reads the head's inputs where the loss stands, so nothing may change them on the way there
     first = head.seen[-1] if head.seen else head.node
-    changes.check([*inputs, *head.seen, head.node, *chain.links], first, loss.node)
-    if logits.requires_grad:
-        # it also saves all of them for the backward, of which linear would save fewer
-        changes.check(inputs, loss.node, backward_of(loss.node))
+    requires_grad = any(value(n).requires_grad for n in inputs)
+    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
+    for group in groups:
+        if requires_grad:
+            _check_grad_mode(head, group, position)
+        others = [n for n in (group.target, group.class_weight) if n is not None]
+        for reader in group.readers:
+            nodes = [*inputs, *head.seen, head.node, *reader.place.links, *reader.inner]
+            # row_stats reads the head's inputs where the first reader stands, so nothing may change them on the way
+            changes.check(nodes, first, reader.node, but=_in_place_links(head, reader.place))
+            changes.check(others, group.at, reader.node)
+        if logits.requires_grad:
+            # it also saves all of them for the backward, of which linear would save fewer
+            changes.check([*inputs, *others], group.at, backward_of(group.at))
 
 
-def _replace(loss: anchors.Loss, chain: Chain, site: Site) -> None:
-    """Emit row_stats and the reduction in torch ops, and take the head, the links and the loss out of the graph."""
-    head, settings, dtype = chain.head, config.current(), value(loss.node).dtype
+def _check_grad_mode(head: Head, group: _Group, position: dict[Node, int]) -> None:
+    """Refuse what changes the grad mode on the way to a reader that gives a gradient; place row_stats in the head's.
+
+    The example of a view made without gradients says that it requires them, so requires_grad isn't proof.
+    """
+    graded = [reader for reader in group.readers if not _detached(reader)]
+    if not graded:
+        return  # its results are detached
+    nodes = [*head.seen, head.node, *(n for r in graded for n in (*r.place.links, *r.inner, r.node))]
+    if not same_grad_mode(nodes, head.node.graph):
+        raise Refused(Reason.GRAD_MODE)
+    for at in (group.at, *switches_before(group.at)):
+        if not same_grad_mode([head.node, at], head.node.graph):
+            continue
+        for place in (reader.place for reader in graded):
+            before = [head.node, group.target, group.class_weight, place.shift, *place.factors, *place.links]
+            if all(n is None or position[n] < position[at] for n in before):
+                group.place, group.at = place, at
+                return
+    raise Refused(Reason.GRAD_MODE)
+
+
+def _detached(reader: Reader) -> bool:
+    """Whether no gradient comes back from a reader, though one might."""
+    return reader.place.detached or not value(reader.node).requires_grad
+
+
+def _in_place_links(head: Head, place: Place) -> set[Node]:
+    """The links that change logits in place which nothing else reads before or after."""
+    links = set()
+    for operand, link in zip((head.node, *place.links), place.links, strict=False):
+        if len(operand.users) > 1:
+            break
+        links.add(link)
+    return links
+
+
+def _replace(head: Head, groups: list[_Group], changes: Changes, written: dict[Node, Node]) -> int:
+    """Write row_stats and what the readers make of it, and take the head and all behind it out of the graph.
+
+    Returns the rows per chunk; what became of each reader is added to written.
+    """
+    logits, settings = value(head.node), config.current()
+    V = logits.shape[-1]
+    chunk_size = chunking.rows_per_chunk(
+        V, logits.dtype, logits.device, chunk_size=settings.chunk_size, max_slab_bytes=settings.max_slab_bytes
+    )
+    dead = [head.node, *head.seen]
+    for group in groups:
+        _write(head, group, (chunk_size, settings.accum_dtype), changes, written)
+        dead += [n for reader in group.readers for n in (*reader.place.links, *reader.inner, reader.node)]
+    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
+    for node in sorted(set(dead), key=position.__getitem__, reverse=True):
+        if not node.users:
+            node.graph.erase_node(node)
+    return chunk_size
+
+
+def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, written: dict[Node, Node]) -> None:
+    h = on_hidden(group.place, head)
     logits = value(head.node)
-    site.chunk_size = chunking.rows_per_chunk(
-        logits.shape[-1],
-        logits.dtype,
-        logits.device,
-        chunk_size=settings.chunk_size,
-        max_slab_bytes=settings.max_slab_bytes,
-    )
-    h = chain.hidden()
-    last = loss.node
+    V, classes, H = logits.shape[-1], value(group.place.node).shape[-1], value(h).shape[-1]
 
-    def emit(target, *args):
-        nonlocal last
-        last = insert(last, target, *args)
-        return last
+    def statistics(h, weight, bias, shift, factors, target, class_weight):
+        h = h.reshape(-1, H)
+        weight = weight.t() if head.transposed else weight
+        if classes < V:
+            weight, bias = weight[:classes], None if bias is None else bias[:classes]
+        if shift is not None:
+            shift = shift.flatten()[:classes]
+            bias = shift if bias is None else bias + shift
+        for factor in factors:
+            h = (h * factor).to(logits.dtype)
+            bias = None if bias is None else bias * factor
+        if target is None:
+            target = torch.full_like(h.select(-1, 0), NO_LABEL, dtype=torch.int64)
+        options = (group.ignore_index, *how, *group.place.epilogue, list(map(bool, group.want)))
+        return torch.ops.flce_inductor.row_stats.default(h, weight, target.flatten(), bias, class_weight, *options)
 
-    weight = emit("t", head.weight) if head.transposed else head.weight
-    rows = emit(
-        torch.ops.flce_inductor.row_stats.default,
-        *(h, weight, loss.target, head.bias, loss.ignore_index, site.chunk_size, settings.accum_dtype),
-    )
-    result = emit(operator.getitem, rows, 0)
-    if loss.reduction != "none":
-        result = emit(torch.sum, result)
-    if loss.reduction == "mean":
-        counted = emit(torch.ne, loss.target, loss.ignore_index)
-        result = emit(torch.div, result, emit(torch.sum, counted))
-    if value(result).dtype != dtype:
-        result = emit("to", result, dtype)
-    loss.node.replace_all_uses_with(result)
-    for dead in [loss.node, *reversed(chain.links), head.node, *head.seen]:
-        if not dead.users:
-            dead.graph.erase_node(dead)
+    # labels may be what another reader (an argmax) made
+    target, class_weight = (written.get(n, n) for n in (group.target, group.class_weight))
+    shift, factors = written.get(group.place.shift, group.place.shift), [written.get(n, n) for n in group.place.factors]
+    stats = write(group.at, statistics, h, head.weight, head.bias, shift, factors, target, class_weight)
+    for reader in group.readers:
+        shape = value(reader.node).shape
+        # a size that isn't a number is read from the hidden states of the rows
+        rows = h if all(isinstance(size, int) for size in shape) else on_hidden(reader.place, head)
+        result = _write_reader(reader, stats, target, class_weight, rows, copy=not changes.never(reader.node))
+        reader.node.replace_all_uses_with(result)
+        # of the same memory, for what is known about its changes
+        result.meta["example_value"] = reader.node.meta["example_value"]
+        written[reader.node] = result
+
+
+def _write_reader(
+    reader: Reader, stats: Node, target: Node | None, class_weight: Node | None, h: Node, copy: bool
+) -> Node:
+    """Write what a reader makes of row statistics; a copy of them, if it is changed in place later."""
+    shape, dtype, V = value(reader.node).shape, value(reader.node).dtype, value(reader.place.node).shape[-1]
+    keepdim = len(shape) == value(reader.place.node).dim()
+
+    def code(stats, target, class_weight, h):
+        nll, top, logsum, zsum, pz, argmax = (operator.getitem(stats, i) for i in range(6))
+        target = None if target is None else target.flatten()
+        result = reader.code(Rows(nll, top + logsum, zsum, pz, argmax, target, class_weight, V))
+        if not reader.scalar and len(shape) != 1 and all(isinstance(size, int) for size in shape):
+            result = result.reshape(list(shape))
+        elif len(shape) > 1:
+            rows = result.view_as(h.select(-1, 0))
+            result = rows.unsqueeze(-1) if keepdim else rows
+        result = result.to(dtype)
+        if _detached(reader):
+            result = result.detach()
+        return result.clone() if copy else result
+
+    return write(reader.node, code, stats, target, class_weight, h)

@@ -1,23 +1,49 @@
-"""The walk from the logits that a loss reads back to the head that made them.
+"""From a head to all that reads its logits.
 
-Between the two there may be *links*: operations that treat every row alike and keep the class dimension whole and
-last. A link that moves or selects rows can be done to the hidden states instead, because the head works on each row by
-itself. `walk` proves that all links are of that kind; `Chain.hidden` then does them to the hidden states.
+Between a head and what reads its logits there may be *links*: operations that treat every row alike and keep the class
+dimension whole and last.
+
+- A link that moves or selects rows can be done to the hidden states instead, because the head works on each row by
+  itself.
+- A link that maps every logit alike (a scale, a softcap, a cast up) becomes the epilogue of the row statistics.
+- log_softmax changes what the values mean: from there on a reader reads log-probabilities.
+
+`head_of` walks from a reader back to its head, `spread` from a head to all places where its logits, or their
+log-probabilities, stand in the graph; both refuse what they don't know.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.fx.node import Node
 
 from ..explain import Reason
-from .graph import Refused, insert, name, value
+from ..kernels import IDENTITY, Epilogue
+from .graph import Refused, insert, name, same, value
 
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
 _TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "permute"}
+_SAME_ROWS = {*_CASTS, "contiguous", "clone", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
+_ROWS = {"getitem", "narrow", "select", "transpose", "swapaxes", "permute"}
+# one name for each arithmetic operation; the in-place ones change logits that nobody else sees
+_ARITHMETIC = {
+    **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, "mul", "mul_")},
+    **{f: "div" for f in (operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")},
+    **{f: "add" for f in (operator.add, operator.iadd, torch.add, "add", "add_")},
+    **{f: "sub" for f in (operator.sub, operator.isub, torch.sub, "sub", "sub_")},
+    **{f: "neg" for f in (operator.neg, torch.neg, "neg")},
+    **{f: "tanh" for f in (torch.tanh, F.tanh, "tanh", "tanh_")},
+    **{f: "sigmoid" for f in (torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_")},
+}
+_LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, "log_softmax"}
+_SOFTMAX = {F.softmax, torch.softmax, "softmax"}
+_EXP = {torch.exp, "exp"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,42 +60,89 @@ class Head:
     bias: Node | None
     seen: list[Node]
 
+    def with_nodes(self, written: dict[Node, Node]) -> Head:
+        """The same head after nodes of the graph were replaced."""
+        hidden, weight, bias = (written.get(n, n) for n in (self.hidden, self.weight, self.bias))
+        return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias)
+
 
 @dataclasses.dataclass(frozen=True)
-class Chain:
-    """A head, and the links from it to the loss in order."""
+class Place:
+    """A node that holds a head's logits, or what softmax makes of them.
 
-    head: Head
-    links: list[Node]
+    kind: "logits"; "logp", sign times the log-probabilities; or "p", the probabilities. links: the nodes from the head
+    to here. rows: the last of them that selects or moves rows, or the head: places with
+    the same one hold the same rows in the same order (and, as it also cuts classes off, the same classes). detached: no
+    gradient comes back from here. factors: scalar tensors that multiply the logits. shift: a tensor
+    [V] that is added to them (a bias that isn't the head's).
+    """
 
-    def hidden(self) -> Node:
-        """Insert the hidden states [N, H] of the rows that reach the loss, in the logits' dtype."""
-        h, dtype = self.head.hidden, value(self.head.node).dtype
-        if value(h).dtype != dtype:  # autocast
-            h = insert(self.head.node, "to", h, dtype)
-        for link in self.links:
-            h = _on_hidden(link, h)
-        return h
+    node: Node
+    links: tuple[Node, ...] = ()
+    rows: Node | None = None
+    epilogue: Epilogue = IDENTITY
+    factors: tuple[Node, ...] = ()
+    shift: Node | None = None
+    kind: str = "logits"
+    sign: int = 1
+    detached: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """Equal for places whose rows have the same statistics."""
+        return self.rows, self.epilogue, self.factors, self.shift
 
 
-def walk(logits: Node, loss: Node) -> Chain:
-    """Find the head behind logits, or refuse. Nothing in the graph is changed."""
-    links: list[Node] = []
-    node, reader = logits, loss
+def calls(node: Node, targets: set) -> bool:
+    """Whether a node calls one of these functions, or methods of these names."""
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def reduced_dim(node: Node, position: int = 1) -> Any:
+    """The argument dim of a reduction."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+
+
+def is_last(dim: Any, tensor: torch.Tensor) -> bool:
+    """Whether a dim argument names the last dimension alone."""
+    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    return type(dim) is int and dim % tensor.dim() == tensor.dim() - 1
+
+
+_POINTWISE = {*_ARITHMETIC, *_LOG_SOFTMAX, *_SOFTMAX, *_EXP}
+
+
+# ---- back to the head
+
+
+def head_of(node: Node) -> Head:
+    """The head behind a node that holds logits or log-probabilities, or refuse."""
     while True:
         if node.op in ("placeholder", "get_attr"):
             raise Refused(Reason.NO_HEAD)
-        for user in node.users:
-            if user.op == "output":
-                raise Refused(Reason.RETURNED)
-            if user is not reader:
-                raise Refused(Reason.READER, name(user))
         head = _head(node)
         if head is not None:
-            return Chain(head, links[::-1])
-        _check_link(node)
-        links.append(node)
-        node, reader = node.args[0], node
+            return head
+        if calls(node, _ARITHMETIC):
+            node = _larger_operand(node)
+        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, _LOG_SOFTMAX)) and operand(node) is not None:
+            node = operand(node)
+        else:
+            raise Refused(Reason.LINK, name(node))
+
+
+def operand(node: Node) -> Node | None:
+    """The tensor that a link or a reader works on."""
+    given = node.args[0] if node.args else node.kwargs.get("input")
+    return given if isinstance(given, Node) else None
+
+
+def _larger_operand(node: Node) -> Node:
+    """The logits of `2.0 * logits` and `scale * logits`."""
+    operands = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, Node)]
+    if not operands:
+        raise Refused(Reason.LINK, name(node))
+    return max(operands, key=lambda n: x.dim() if isinstance(x := n.meta.get("example_value"), torch.Tensor) else -1)
 
 
 def _head(node: Node) -> Head | None:
@@ -122,31 +195,48 @@ def _flat(args: Any) -> list[Any]:
     return list(args)
 
 
-def _check_link(node: Node) -> None:
-    """Refuse unless node is known to keep rows apart and the class dimension whole and last."""
+# ---- on to the readers
+
+
+def follow(place: Place, node: Node) -> Place:
+    """The place that node makes of its operand at `place`, or refuse."""
     called = name(node)
-    if not node.args or not isinstance(node.args[0], Node):
-        raise Refused(Reason.LINK, called)
-    if called == "getitem" and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
-        raise Refused(Reason.LINK, name(node.args[0]))  # one of several results
-    before, after = value(node.args[0]), value(node)
+    before, after = value(place.node), value(node)
+    if "out" in node.kwargs:
+        raise Refused(Reason.LINK, f"{called} with out=")
     whole = before.dim() > 0 and after.dim() > 0
     if whole:
         V, last = before.shape[-1], after.shape[-1]
         whole = isinstance(V, int) and isinstance(last, int) and last == V  # comparing symbols would add a guard
-    alike = before.device == after.device and before.requires_grad == after.requires_grad
-    if not (whole and alike and _is_link(called, node, before, after)):
-        raise Refused(Reason.LINK, called)
+    if before.device == after.device:
+        detached = place.detached or (before.requires_grad and not after.requires_grad)
+        here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
+        if called == "getitem" and place.kind == "logits" and _cuts_classes(node.args[1], before.dim()):
+            return dataclasses.replace(here, rows=node)
+    if whole and before.device == after.device:
+        widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
+        if calls(node, _LOG_SOFTMAX | _SOFTMAX) and place.kind == "logits" and widened:
+            if is_last(reduced_dim(node), before):
+                return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
+        elif calls(node, _EXP) and place.kind == "logp" and place.sign == 1:
+            return dataclasses.replace(here, kind="p")
+        elif calls(node, _ARITHMETIC):
+            if not same(before.shape, after.shape):
+                raise Refused(Reason.LINK, f"{called} of shapes {tuple(before.shape)} and {tuple(after.shape)}")
+            return _arithmetic(here, place.node, node)
+        if node.args and node.args[0] is place.node and _is_row_link(called, node, before, after):
+            return dataclasses.replace(here, rows=node) if called in _ROWS else here
+    raise Refused(Reason.LINK, called)
 
 
-def _is_link(called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
+def _is_row_link(called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
     dims, last = before.dim(), before.dim() - 1
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     if called in _CASTS:
         # the head rounds the logits once; a narrower dtype behind it would round them again
         widened = before.dtype.itemsize == 2 and after.dtype == torch.float32
         return (after.dtype == before.dtype or widened) and before.shape == after.shape
-    if called in ("contiguous", "flatten"):
+    if called in ("contiguous", "clone", "flatten", "detach"):
         return True  # rows keep their order when both shapes end in V
     if called in ("view", "reshape"):
         return not node.kwargs and len(_flat(node.args[1:])) == after.dim()  # no dtype, no size as one object
@@ -176,11 +266,98 @@ def _keeps_last(index: Any, dims: int) -> bool:
     return consumed < dims or (Ellipsis not in index and before[-1] == slice(None))
 
 
-def _on_hidden(link: Node, h: Node) -> Node:
-    """Insert what the link does to the logits, done to h."""
-    called = name(link)
-    if called in _CASTS or called == "contiguous":
-        return h
-    if called in ("view", "reshape"):
-        return insert(link, "reshape", h, [*_flat(link.args[1:])[:-1], value(h).shape[-1]])
-    return insert(link, link.target, h, *link.args[1:], **link.kwargs)
+def _cuts_classes(index: Any, dims: int) -> bool:
+    """Whether indexing keeps only the first classes, as models with a padded vocabulary do, and all of the rest."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    *rest, cut = index
+    if type(cut) is not slice or cut.start not in (None, 0) or cut.step not in (None, 1) or type(cut.stop) is not int:
+        return False
+    if not all(i is Ellipsis or i == slice(None) for i in rest if i is not None) or None in rest:
+        return False
+    return rest.count(Ellipsis) == 1 or len(index) == dims
+
+
+def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
+    """Compose a scale, shift or softcap into the epilogue cap * f(scale * (x + shift)), or refuse."""
+    does = _ARITHMETIC[node.target]
+    others = [a for a in node.args if a is not operand]
+    refused = Refused(Reason.LINK, name(node))
+    if node.kwargs or len(others) + (does not in ("neg", "tanh", "sigmoid")) > 2 or node.args.count(operand) != 1:
+        raise refused
+    if here.kind != "logits":
+        if here.kind != "logp" or does != "neg":
+            raise refused
+        return dataclasses.replace(here, sign=-here.sign)
+    function, scale, shift, cap = here.epilogue
+    if does in ("tanh", "sigmoid"):
+        if function or not others == []:
+            raise refused
+        # the identity's cap is folded into its scale
+        return dataclasses.replace(here, epilogue=Epilogue(does, scale, shift, cap))
+    if does == "neg":
+        does, other = "mul", -1.0
+    elif len(others) == 1:
+        (other,) = others
+    else:
+        raise refused
+    first = node.args[0] is operand or does in ("add", "mul")
+    if isinstance(other, Node):
+        return _tensor_operand(here, does, other, first, refused)
+    if isinstance(other, bool) or not isinstance(other, (int, float)) or not math.isfinite(other) or not first:
+        raise refused
+    other = float(other)
+    if does == "div":
+        if other == 0:
+            raise refused
+        does, other = "mul", 1.0 / other
+    if does == "mul":
+        if other == 0:
+            raise refused
+        changed = Epilogue(function, scale, shift, cap * other) if function else Epilogue("", scale * other, shift, cap)
+        return dataclasses.replace(here, epilogue=changed)
+    if function or here.factors:
+        raise refused
+    return dataclasses.replace(
+        here, epilogue=Epilogue("", scale, shift + (other if does == "add" else -other) / scale, cap)
+    )
+
+
+def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: Refused) -> Place:
+    """A scalar tensor that multiplies the logits, or a vector [V] added to them."""
+    tensor = value(other)
+    untouched = here.epilogue == IDENTITY and here.shift is None
+    if does in ("mul", "div") and first and tensor.dim() == 0 and tensor.is_floating_point() and untouched:
+        if does == "mul":
+            return dataclasses.replace(here, factors=(*here.factors, other))
+        raise refused
+    V = value(here.node).shape[-1]
+    if (
+        does == "add"
+        and untouched
+        and not here.factors
+        and tensor.dim()
+        and same(tensor.shape, [1] * (tensor.dim() - 1) + [V])
+    ):
+        return dataclasses.replace(here, shift=other)
+    raise refused
+
+
+def on_hidden(place: Place, head: Head) -> Node:
+    """Insert the hidden states of the rows at a place, in the logits' dtype: [..., H], with place.node's rows.
+
+    They are not multiplied by the place's factors yet.
+    """
+    h, dtype = head.hidden, value(head.node).dtype
+    if value(h).dtype != dtype:  # autocast
+        h = insert(head.node, "to", h, dtype)
+    for link in place.links:
+        called = name(link)
+        if called in _CASTS or called in ("contiguous", "clone", "detach") or calls(link, _POINTWISE):
+            continue
+        if called in ("view", "reshape"):
+            h = insert(link, "reshape", h, [*_flat(link.args[1:])[:-1], value(h).shape[-1]])
+        elif called == "getitem" and _cuts_classes(link.args[1], value(link).dim()):
+            continue  # done to the weight
+        else:
+            h = insert(link, link.target, h, *link.args[1:], **link.kwargs)
+    return h

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import Node, map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +51,11 @@ _OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irs
 _IN_PLACE_OPERATORS = {getattr(operator, n) for n in _OPERATORS.split()}
 _IN_PLACE = {f"__{n}__" for n in _OPERATORS.split()}
 _UNCOUNTED = {"requires_grad_", "detach_"}  # these change a tensor, but not its version
+_SWITCHES = {
+    torch._C._set_grad_enabled,
+    torch.autograd.grad_mode._enter_inference_mode,
+    torch.autograd.grad_mode._exit_inference_mode,
+}
 _RUNNING_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # nor do these
 
 
@@ -118,9 +124,22 @@ def _memories(node: Node) -> list[tuple[int, int]]:
     return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether sizes are equal for certain; asking does not add a guard."""
+    a, b = list(a), list(b)
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
 def forward_mode(graph: torch.fx.Graph) -> bool:
     """Whether forward-mode differentiation takes place in a graph."""
     return any(node.op == "call_function" and name(node).endswith("._make_dual") for node in graph.nodes)
+
+
+def switches_before(node: Node) -> Iterator[Node]:
+    """The nodes before node that switch gradients on or off, the nearest first."""
+    while (node := node.prev).op != "root":
+        if node.op == "call_function" and node.target in _SWITCHES:
+            yield node
 
 
 def same_grad_mode(nodes: Collection[Node], graph: torch.fx.Graph) -> bool:
@@ -128,15 +147,15 @@ def same_grad_mode(nodes: Collection[Node], graph: torch.fx.Graph) -> bool:
     start = grad, inference = torch.is_grad_enabled(), 0
     modes, switches, stretches = set(), 0, set()
     for node in graph.nodes:
+        if node in nodes:
+            modes.add((grad, inference))
+            stretches.add(switches)
         if node.target is torch._C._set_grad_enabled:
             grad, switches = node.args[0], switches + 1
         elif node.target is torch.autograd.grad_mode._enter_inference_mode:
             inference, switches = inference + 1, switches + 1
         elif node.target is torch.autograd.grad_mode._exit_inference_mode:
             inference, switches = inference - 1, switches + 1
-        elif node in nodes:
-            modes.add((grad, inference))
-            stretches.add(switches)
     # where the graph doesn't end as it began, the mode at its begin isn't known (the body of a no_grad region, say)
     return len(stretches) == 1 or (len(modes) == 1 and (grad, inference) == start)
 
@@ -175,17 +194,42 @@ class Changes:
             memory for memory, versions in self._versions.items() if any(known[memory, v] != v for v in versions - {0})
         }
 
-    def check(self, nodes: Iterable[Node], first: Node, last: Node) -> None:
-        """Refuse if the memory of nodes may change between first and last."""
+    def never(self, node: Node) -> bool:
+        """Whether nothing changes a node's memory, at any time."""
+        return not any(self._events[m] or m in self._unexplained or m in self._moved for m, _ in _memories(node))
+
+    def check(self, nodes: Iterable[Node], first: Node, last: Node, but: Collection[Node] = ()) -> None:
+        """Refuse if the memory of nodes may change between first and last, other than by the nodes in `but`."""
         start, stop = self._position[first], self._position[last]
         for memory in {memory for node in nodes for memory, _ in _memories(node)}:
             if memory in self._moved:
                 raise Refused(Reason.MUTATION, name(self._moved[memory]))
             for event in self._events[memory]:
-                if start < self._position[event] < stop:
+                if start < self._position[event] < stop and event not in but:
                     raise Refused(Reason.MUTATION, name(event))
             if memory in self._unexplained:
                 raise Refused(Reason.MUTATION, "by an operation that is not recognised")
+
+
+def write(before: Node, code: Callable[..., Any], *args: Any) -> Node:
+    """Write ordinary torch code into the graph, in front of a node; args are nodes or constants of code.
+
+    The new nodes have example values, as the passes and caches that follow expect, and `before`'s place in the user's
+    code.
+    """
+    graph = before.graph
+    last = before.prev
+    with graph.inserting_before(before):
+        tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        result = code(*map_arg(args, lambda n: torch.fx.Proxy(n, tracer))).node
+    examples = [n.meta.get("example_value") for n in graph.nodes]
+    with next(x.fake_mode for x in examples if isinstance(x, FakeTensor)):  # scalars become tensors of that mode, too
+        while (last := last.next) is not before:
+            target = getattr(torch.Tensor, last.target) if last.op == "call_method" else last.target
+            values = map_arg((last.args, last.kwargs), lambda n: n.meta["example_value"])
+            last.meta["example_value"] = target(*values[0], **values[1])
+            last.meta["stack_trace"] = before.meta.get("stack_trace")
+    return result
 
 
 def insert(after: Node, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
