@@ -92,7 +92,7 @@ def test_no_worse_than_eager(V, bias, dtype, reduction):
     def run(fn, *inputs):
         xs = [None if x is None else x.detach().requires_grad_() for x in inputs]
         loss = fn(*xs)
-        (loss.float() * up).sum().backward()
+        (loss * up.to(torch.promote_types(loss.dtype, torch.float32))).sum().backward()
         return [loss.detach().double()] + [x.grad.double() for x in xs if x is not None]
 
     def eager(h, w, b):
@@ -107,7 +107,8 @@ def test_no_worse_than_eager(V, bias, dtype, reduction):
     for fn in (ours, compiled) if V == 5003 else (ours,):  # compiling takes seconds
         for got, eager_got, want in zip(run(fn, h, weight, b), theirs, reference, strict=True):
             error, allowed = ((x - want).norm() / want.norm() for x in (got, eager_got))
-            assert error <= 3 * allowed + torch.finfo(dtype).eps, (float(error), float(allowed))
+            slack = 1e-14 if dtype == torch.float64 else torch.finfo(dtype).eps
+            assert error <= 3 * allowed + slack, (float(error), float(allowed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -173,7 +174,7 @@ def test_captured_by_a_cuda_graph():
         w = weight.detach().float().requires_grad_()
         want = loss_fn(x.detach().float(), w, target)
         want.backward()
-        assert abs(float(loss) - float(want)) < 2e-2
+        assert abs(float(loss) - float(want)) < 5e-2  # the loss is bfloat16
         assert (weight.grad.float() - w.grad).norm() / w.grad.norm() < 1e-2
 
 
