@@ -4,8 +4,9 @@
     python -m benchmarks.accuracy --device cpu --shape 1024x64x4000 --dtypes bfloat16
 
 For each dtype, number of chunks and accum_dtype: the relative errors (Frobenius norm) of the loss, dh, dweight and
-dbias of the mean loss, and their ratios to eager's in the same dtype. The inputs are rounded to the dtype first, so that what
-is measured is the computation. float16 runs as under a GradScaler: the loss is multiplied by 2^16 before the backward.
+dbias of the mean loss, and their ratios to eager's in the same dtype. The inputs are rounded to the dtype first, so
+that what is measured is the computation. float16 runs as under a GradScaler: the loss is multiplied by 2^16 before the
+backward.
 Exit status 1 when a ratio is above its limit:
 
     loss 1; dh 1.05; dweight in float32, or vocabulary-major (the backward of reduction="none"), 1.02; dweight in the

@@ -67,12 +67,25 @@ def _card(device: torch.device) -> Card:
 
 def default_rows(V: int, dtype: torch.dtype, facts: Card, max_slab_bytes: int | None = None) -> int:
     """C for a head of V classes whose logits have the given dtype: the roofline's, capped by the slab's bytes."""
-    flops = facts.flops16 if dtype.itemsize == 2 else facts.flops32
-    rows = dtype.itemsize * flops / (3 * facts.bandwidth * SHARE)
+    rows = share(1, dtype, facts) / SHARE
     rows = -(-int(rows) // ROUND) * ROUND
     cap = max_slab_bytes if max_slab_bytes is not None else facts.memory // SLAB_FRACTION
     most = cap // (V * dtype.itemsize)
     return max(1, min(rows, most // ROUND * ROUND if most >= ROUND else most))
+
+
+def share(rows: int, dtype: torch.dtype, facts: Card) -> float:
+    """Time that reading and writing dweight takes in the loop, relative to its products' at `rows` rows a chunk."""
+    flops = facts.flops16 if dtype.itemsize == 2 else facts.flops32
+    return dtype.itemsize * flops / (3 * facts.bandwidth * rows)
+
+
+def statistics_first(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether chunks are so small that computing the logits twice is faster than accumulating dweight in them.
+
+    A statistics pass and then the vocabulary-major order cost 8 NVH, the loop over rows 6 NVH and its share.
+    """
+    return 6 * (1 + share(rows, dtype, card(device))) > 8
 
 
 def rows_per_chunk(

@@ -106,6 +106,10 @@ class Reason(enum.Enum):
         "its cotangent depends on the loss itself",
         "nothing is wrong; per-token weights known up front would save a quarter of the work",
     )
+    SMALL_CHUNKS = (
+        "chunks are so small, for the memory there is, that computing the logits twice is faster",
+        "raise flce_inductor.max_slab_bytes, or set flce_inductor.chunk_size",
+    )
     SHARED_WEIGHT = (
         "another loss over the same weight already holds a weight gradient until the backward",
         "sum the losses into one incoming gradient",

@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from . import ops  # noqa: F401  registers the three operators
+from . import chunking, config, ops  # noqa: F401  ops registers the three operators
 from .explain import Reason, record_pass
 from .runtime import ROW_OPS, ROW_STATISTICS, RowProgram
 
@@ -211,6 +211,8 @@ def _factor(stats: Node, backwards: list[Node], tangents: dict[Node, set[Node]],
         raise _Recompute(Reason.NO_BACKWARD)
     if len(backwards) > 1:
         raise _Recompute(Reason.TWO_BACKWARDS)
+    if _statistics_first(stats):
+        raise _Recompute(Reason.SMALL_CHUNKS, f"{stats.args[6]} rows")
     site = _Site(stats, backwards[0], None, [])
     cotangents = [g for g in site.cotangents if g is not None]
     upstream = set().union(*(tangents.get(g, ()) for g in cotangents))
@@ -240,6 +242,19 @@ def _factor(stats: Node, backwards: list[Node], tangents: dict[Node, set[Node]],
         if g not in tangents:  # and isn't zero: a constant beside the linear part
             raise _Recompute(Reason.NOT_LINEAR, str(g.target))
     return site
+
+
+def _statistics_first(stats: Node) -> bool:
+    """Whether a site, its chunks being as small as memory asks for, is faster without the hoist."""
+    settings, h, V, rows = (
+        config.current(),
+        stats.args[0].meta["val"],
+        stats.args[1].meta["val"].shape[0],
+        stats.args[6],
+    )
+    chosen = chunking.rows_per_chunk(V, h.dtype, h.device, max_slab_bytes=settings.max_slab_bytes)
+    by_user = settings.chunk_size is not None or rows != chosen
+    return not by_user and chunking.statistics_first(rows, h.dtype, h.device)
 
 
 def _is_linear(node: Node, tangents: dict[Node, set[Node]]) -> bool:

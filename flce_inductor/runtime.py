@@ -153,6 +153,7 @@ def _accumulate_pair_(total: Tensor, residual: Tensor, a: Tensor, b: Tensor, fir
     path: that of a 16-bit product into float32. Costs the memory of a float32 accumulator and not the copy at its end.
     """
     direct = path == "out_dtype"
+    # without out_dtype the operands are widened, of which a's rows may be longer than total's
     step = _scratch_rows(total if direct or a.shape[1] < total.shape[1] else a)
     b = b if direct else b.float()
     scratch = torch.empty(min(step, total.shape[0]), total.shape[1], dtype=torch.float32, device=total.device)

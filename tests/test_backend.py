@@ -25,7 +25,8 @@ def loss_fn(h, weight, target):
 
 def problem():
     torch.manual_seed(0)
-    return torch.randn(40, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), torch.randint(30, (40,))
+    weight = torch.nn.Parameter(torch.randn(30, 8))  # a parameter's shape stays static under dynamic=True
+    return torch.randn(40, 8, requires_grad=True), weight, torch.randint(30, (40,))
 
 
 def rewrites(**compile_args) -> int:

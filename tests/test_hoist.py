@@ -1,7 +1,7 @@
 """The hoist: what moves into the forward, what must not, and that gradients are right either way.
 
-A loss is a function loss(rows, h, w, t), where rows(h, w, t) gives (nll, lse): by the op in the compiled function, by
-F.linear and F.cross_entropy in float64 in the reference.
+A loss is a function loss(rows, h, w, t), where rows(h, w, t) gives (nll, lse), and zsum and pz if more is asked for: by
+the op in the compiled function, by F.linear and F.cross_entropy in float64 in the reference.
 """
 
 import contextlib
@@ -22,20 +22,28 @@ from torch.utils.checkpoint import checkpoint
 from flce_inductor import hoist, runtime
 from flce_inductor.backend import tracing_backend
 from flce_inductor.explain import Reason
+from flce_inductor.losses import Loss
 
 N, H, V = 48, 8, 40
 INDUCTOR = dict(backend="inductor", options={"flce_inductor.enable": True})
 TRACING = dict(backend=tracing_backend)  # the same passes and partition, run without code generation
 
 
-def fused(h, w, t, bias=None):
-    nll, top, logsum = torch.ops.flce_inductor.row_stats(h, w, t, bias, -100, 16, "auto")
-    return nll, top + logsum
+def row_stats(h, w, t, bias=None, ignore_index=-100, want=(False, False, False)):
+    return torch.ops.flce_inductor.row_stats(
+        h, w, t, bias, None, ignore_index, 16, "auto", "", 1.0, 0.0, 1.0, list(want)
+    )
 
 
-def reference(h, w, t, bias=None):
+def fused(h, w, t, bias=None, more=False):
+    nll, top, logsum, zsum, pz, _ = row_stats(h, w, t, bias, want=(more, more, False))
+    return (nll, top + logsum, zsum, pz) if more else (nll, top + logsum)
+
+
+def reference(h, w, t, bias=None, more=False):
     z = F.linear(h, w, bias)
-    return F.cross_entropy(z, t, reduction="none"), z.logsumexp(-1)
+    rows = F.cross_entropy(z, t, reduction="none"), z.logsumexp(-1)
+    return (*rows, z.sum(-1), (z.softmax(-1) * z).sum(-1)) if more else rows
 
 
 def inputs(dtype=torch.float32, n=N, ignored=5, seed=0):
@@ -92,6 +100,8 @@ def executions():
     def spy(*args, **kwargs):
         if kwargs.get("saved") is not None:
             log.append("backward")
+        elif kwargs.get("program"):
+            log.append("program")
         else:
             log.append("with_grads" if any(kwargs.get("needs", ())) else "stats")
         return run(*args, **kwargs)
@@ -120,7 +130,7 @@ def check(loss, *reasons, leaves=None, how=INDUCTOR, rtol=1e-5, tangent=-1.7):
     assert log == list(reasons)
     assert counters["inductor"]["flce_hoisted"] == reasons.count(None)
     if all(reason is None for reason in reasons):
-        assert set(ran) == {"with_grads"}
+        assert {"with_grads", "program"}.issuperset(ran)
     return actual, ran
 
 
@@ -130,6 +140,12 @@ def mean(rows, h, w, t):
 
 def squared(rows, h, w, t):
     return (rows(h, w, t)[0] ** 2).sum()
+
+
+def normalised(rows, h, w, t):
+    """Weights that need all rows before the first gradient."""
+    nll, _ = rows(h, w, t)
+    return (nll / (1 + nll.detach().max())).sum()
 
 
 # ---- losses that are linear in the per-token losses
@@ -238,19 +254,6 @@ def test_two_losses_returned():
     assert ran == ["stats", "backward"]
 
 
-def test_square():
-    _, ran = check(squared, Reason.OWN_OUTPUT)
-    assert ran == ["stats", "backward"]
-
-
-def test_weights_from_the_own_loss():
-    def loss(rows, h, w, t):
-        nll, _ = rows(h, w, t)
-        return (torch.exp(-nll).detach() * nll).mean()
-
-    check(loss, Reason.OWN_OUTPUT)
-
-
 def with_gradient(gradient, forward=torch.clone):
     """A function whose gradient is something else than its derivative."""
 
@@ -328,6 +331,326 @@ def test_inference():
         torch.compile(lambda h, w, t: mean(fused, h, w, t), **TRACING)(h, w, t)
     assert log == [Reason.NO_BACKWARD]
     assert ran == ["stats"]
+
+
+# ---- losses whose row weights are a function of the same row's statistics
+
+
+ROWS, COLUMNS = 6, 8
+OLD, REFERENCE, ADVANTAGES = 3 + torch.rand(N), 3 + torch.rand(N), torch.randn(ROWS, 1)
+
+
+def z_loss(rows, h, w, t):
+    nll, lse = rows(h, w, t)
+    valid = t != -100
+    return nll.sum() / valid.sum() + 1e-2 * torch.where(valid, lse**2, 0.0).sum() / valid.sum()
+
+
+def masked_z_loss(rows, h, w, t):
+    valid = t != -100
+    return 1e-2 * (rows(h, w, t)[1].square() * valid).sum() / valid.sum()
+
+
+def dft(rows, h, w, t):
+    nll, _ = rows(h, w, t)
+    return (torch.exp(-nll).detach() * nll).sum() / (t != -100).sum()
+
+
+def dft_differentiated(rows, h, w, t):
+    nll, _ = rows(h, w, t)
+    return (torch.exp(-nll) * nll).mean()
+
+
+def focal(rows, h, w, t):
+    nll, _ = rows(h, w, t)
+    return ((1 - torch.exp(-nll)) ** 2.5 * nll).mean()
+
+
+def ppo(rows, h, w, t):
+    """Clipped ratios, an advantage for each sequence, mean over the tokens that count."""
+    nll = rows(h, w, t)[0].view(ROWS, COLUMNS)
+    mask = (t != -100).view(ROWS, COLUMNS)
+    ratio = torch.exp(OLD.to(nll.dtype).view(ROWS, COLUMNS) - nll)
+    advantages = ADVANTAGES.to(nll.dtype)
+    gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -(gain * mask).sum() / mask.sum()
+
+
+def grpo(rows, h, w, t):
+    """With its penalty for leaving the reference, and a mean over sequences of means over tokens."""
+    nll = rows(h, w, t)[0].view(ROWS, COLUMNS)
+    mask = (t != -100).view(ROWS, COLUMNS)
+    ratio = torch.exp(nll.detach() - nll)
+    gap = nll - REFERENCE.to(nll.dtype).view_as(nll)
+    loss = 0.04 * (gap.exp() - gap - 1) - ratio * ADVANTAGES.to(nll.dtype)
+    return ((loss * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def smoothed_z_loss(rows, h, w, t):
+    if rows is reference:
+        z = F.linear(h, w)
+        return F.cross_entropy(z, t, label_smoothing=0.1) + 1e-2 * z.logsumexp(-1)[t != -100].square().mean()
+    nll, lse, zsum, _ = rows(h, w, t, more=True)
+    return Loss(label_smoothing=0.1, z_loss=1e-2)(nll, lse, zsum, t, None, V)
+
+
+def squared_entropy(rows, h, w, t):
+    nll, lse, _, pz = rows(h, w, t, more=True)
+    return nll.mean() - 0.01 * (lse - pz).square().mean()
+
+
+def spread_of_logits(rows, h, w, t):
+    _, lse, zsum, pz = rows(h, w, t, more=True)
+    return ((zsum / V - lse) * pz.tanh()).mean()
+
+
+def shapes(rows, h, w, t):
+    nll, lse = rows(h, w, t)
+    x = nll.view(1, ROWS, 1, COLUMNS).permute(1, 2, 0, 3)[:, 0]
+    y = x.square().expand(1, 1, -1, -1, -1).squeeze() * lse.reshape(ROWS, COLUMNS)
+    return (y * ADVANTAGES.to(y.dtype) * torch.arange(COLUMNS)).reshape(-1) @ OLD.to(y.dtype)
+
+
+def dtypes(rows, h, w, t):
+    """Operands whose dtypes and dimensions take different parts in promotion."""
+    nll, lse = rows(h, w, t)
+    lse = torch.where(lse > torch.tensor(1.5, dtype=torch.float64), lse, torch.ones((), dtype=torch.float64))
+    x = nll * torch.tensor(0.3, dtype=torch.float64) + torch.tensor(3) * lse.tanh() / torch.arange(1, N + 1)
+    x = torch.add(t, x * lse, alpha=2) - torch.add(1, nll * lse, alpha=0.5) + nll ** MASK.long() + nll * (nll > 2)
+    return (x.double() * nll * OLD.double()).mean()
+
+
+def constants(rows, h, w, t):
+    nll, lse = rows(h, w, t)
+    x = torch.full_like(nll, 0.3) * nll**2 + torch.maximum(lse, torch.tensor(1.5, dtype=lse.dtype)) * nll
+    y = torch.where(nll > 2, torch.tensor(1.5), torch.tensor(-0.5)) * nll * torch.ones_like(lse).exp()
+    return (x + y + 2 / (1 + nll) + (3 - lse) ** 3 + 2**nll).mean()
+
+
+def operators(rows, h, w, t):
+    nll, lse = rows(h, w, t)
+    old = OLD.to(nll.dtype)
+    parts = [
+        f(nll + 0.1) for f in (F.softplus, F.logsigmoid, F.gelu, F.silu, F.elu, torch.log1p, torch.sqrt, torch.sin)
+    ]
+    parts += [F.smooth_l1_loss(nll, old, reduction="none"), F.relu(nll - 1), (nll - 3).abs(), nll.nan_to_num()]
+    parts += [nll.clamp(max=torch.tensor(3.0)), torch.maximum(nll, old), nll.masked_fill(nll > 3, 0.0), F.mish(nll)]
+    parts += [torch.rsqrt(nll + 1), torch.log2(lse + 9), torch.expm1(-nll), torch.atan2(nll, lse), torch.erf(nll)]
+    parts += [torch.where((nll > 1) & ~(lse < 3) | (t == 4), nll, lse), F.huber_loss(nll, old, reduction="none")]
+    return sum(part.mean() * (i + 1) for i, part in enumerate(parts))
+
+
+PROGRAMS = [squared, z_loss, masked_z_loss, dft, dft_differentiated, focal, ppo, grpo, smoothed_z_loss, squared_entropy]
+PROGRAMS += [spread_of_logits, shapes, dtypes, constants, operators]
+
+
+@pytest.mark.parametrize("loss", PROGRAMS)
+def test_program(loss):
+    _, ran = check(loss, None, how=TRACING, rtol=2e-5)
+    assert ran == ["program"]
+
+
+def test_programs_compiled():
+    """Several in one graph, each over its own weight."""
+    h, w, t = inputs()
+    losses = [z_loss, ppo, squared_entropy]
+    weights = [(w * (i + 1)).detach().requires_grad_() for i in range(len(losses))]
+
+    def loss(rows, h, t, *ws):
+        return sum(f(rows, h, w, t) for f, w in zip(losses, ws, strict=True))
+
+    _, ran = check(loss, *[None] * len(losses), leaves=(h, t, *weights))
+    assert ran == ["program"] * len(losses)
+
+
+@pytest.mark.parametrize("loss", [z_loss, dft, smoothed_z_loss, masked_z_loss])
+def test_program_when_nothing_is_valid(loss):
+    """Gradients are exactly 0 where eager's are: 1 / n_valid meets the cotangent of nll, which ignored rows don't take,
+    or a selection. It does not where z-loss is masked by a product: NaN, as in eager."""
+    h, w, t = inputs()
+    t[:] = -100
+    (values, grads), _ = check(loss, None, leaves=(h, w, t), how=TRACING)
+    assert values[0].isnan()
+    assert all((g.isnan() if loss is masked_z_loss else g == 0).all() for g in grads)
+
+
+def test_program_with_infinite_weights():
+    """At an ignored row they are selected away with nll, and make NaN with lse."""
+    h, w, t = inputs()
+    w.requires_grad_(False)
+    infinite = torch.where(torch.arange(N) % 10 == 0, torch.inf, 1.0)
+    assert (t[::10] == -100).all()
+    check(lambda rows, h, w, t: (infinite * rows(h, w, t)[0] ** 2).sum(), None, leaves=(h, w, t), how=TRACING)
+    check(lambda rows, h, w, t: (infinite * rows(h, w, t)[1] ** 2).sum(), None, leaves=(h, w, t), how=TRACING)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_program_of_few_rows(n):
+    def loss(rows, h, w, t):
+        nll, lse = rows(h, w, t)
+        x = nll.view(-1, 1).square() * lse.view(-1, 1) * torch.ones(1, 1, dtype=lse.dtype)
+        return (x[:, 0] / max(1, n)).sum()
+
+    check(loss, None, leaves=inputs(n=n, ignored=2**40), how=TRACING)
+
+
+def test_program_without_a_tangent():
+    """The gradient computed in the graph: the incoming gradient takes no part."""
+    function = with_gradient(lambda g: torch.full_like(g, 0.125))
+    check(lambda rows, h, w, t: function(rows(h, w, t)[0] ** 2).sum(), None, how=TRACING)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("loss", [focal, squared_entropy])
+def test_program_dtypes(loss, dtype):
+    check(loss, None, leaves=inputs(dtype), rtol={torch.float64: 1e-12}.get(dtype, 2e-2), how=TRACING)
+
+
+def test_program_in_16_bit():
+    def loss(rows, h, w, t):
+        nll, lse = rows(h, w, t)
+        return ((nll.bfloat16() ** 2).float() * lse.half()).mean()
+
+    check(loss, None, rtol=1e-2, how=TRACING)
+
+
+def test_program_of_float16_recomputes():
+    """The gradients' scale comes from the row weights, before the first chunk."""
+    check(squared, Reason.OWN_OUTPUT, leaves=inputs(torch.float16), how=TRACING, rtol=2e-2)
+
+
+BATCH_LEVEL = {
+    "normalised": normalised,
+    "softmax over rows": lambda nll, lse: nll * torch.softmax(-nll, 0).detach(),
+    "differentiated": lambda nll, lse: torch.exp(-nll) / torch.exp(-nll).sum() * nll,
+    "mean": lambda nll, lse: nll * nll.detach().mean(),
+    "sequence": lambda nll, lse: nll.view(ROWS, COLUMNS).mean(1).exp(),
+    "sorted": lambda nll, lse: nll * lse.detach().sort()[0],
+    "cumsum": lambda nll, lse: nll * lse.detach().cumsum(0),
+    "index": lambda nll, lse: nll * lse.detach()[torch.arange(N).roll(1)],
+    "roll": lambda nll, lse: nll * lse.detach().roll(1),
+    "flip": lambda nll, lse: nll * lse.flip(0),
+    "slice": lambda nll, lse: nll[1:] * lse[:-1],
+    "one row": lambda nll, lse: nll * lse[3].detach(),
+    "transpose": lambda nll, lse: nll.view(ROWS, COLUMNS) * lse.view(COLUMNS, ROWS).t(),
+    "outer": lambda nll, lse: nll.unsqueeze(0) * lse.unsqueeze(1),
+    "expanded": lambda nll, lse: nll.expand(3, N) ** 2,
+    "matmul": lambda nll, lse: (nll @ torch.ones(N, N, dtype=nll.dtype).triu()) * lse,
+    "operator": lambda nll, lse: torch.lgamma(nll + 1),
+    "rounding mode": lambda nll, lse: torch.div(nll, 0.7, rounding_mode="floor") * nll,
+}
+
+
+@pytest.mark.parametrize("function", BATCH_LEVEL.values(), ids=BATCH_LEVEL)
+def test_function_of_more_than_the_row(function):
+    def loss(rows, h, w, t):
+        return function(*rows(h, w, t)).sum()
+
+    _, ran = check(function if function is normalised else loss, Reason.OWN_OUTPUT, how=TRACING, rtol=1e-4)
+    assert ran == ["stats", "backward"]
+
+
+def test_gradient_that_goes_where_the_own_loss_says():
+    """To the largest losses: the indices are the statistics' own."""
+    check(lambda rows, h, w, t: rows(h, w, t)[0].topk(9)[0].sum(), Reason.NOT_LINEAR, how=TRACING)
+    check(lambda rows, h, w, t: (rows(h, w, t)[0].sort()[0] ** 2).sum(), Reason.NOT_LINEAR, how=TRACING)
+
+
+def test_function_of_argmax_recomputes():
+    def loss(rows, h, w, t):
+        if rows is reference:
+            wrong = F.linear(h, w).argmax(-1) != t
+            return (rows(h, w, t)[0] * wrong).sum()
+        nll, *_, argmax = row_stats(h, w, t, want=(False, False, True))
+        return (nll * (argmax != t)).sum()
+
+    check(loss, Reason.OWN_OUTPUT, how=TRACING)
+
+
+def test_program_with_dynamic_shapes():
+    """One compilation serves every B and T; advantages [B, 1] are expanded to shapes that only the graph knows."""
+
+    def loss(rows, h, w, t, advantages):
+        B, T, _ = h.shape
+        labels = t[:, 1:]
+        nll = rows(h[:, :-1].reshape(-1, H), w, labels.reshape(-1))[0].view(B, T - 1)
+        ratio = torch.exp(nll.detach() - nll)
+        mask = labels != -100
+        gain = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        return ((nll / T) ** 2 * B - gain).mul(mask).sum() / mask.sum()
+
+    _, w, _ = inputs()
+    with fresh(), decisions() as log, executions() as ran:
+        compiled = torch.compile(lambda *xs: loss(fused, *xs), **INDUCTOR)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for B, T in ((6, 8), (5, 7), (2, 19)):
+                h, _, t = inputs(n=B * T)
+                leaves = (h.detach().view(B, T, H).requires_grad_(), w, t.view(B, T), torch.randn(B, 1))
+                for x in (leaves[0], leaves[2]):
+                    torch._dynamo.mark_dynamic(x, 0)
+                    torch._dynamo.mark_dynamic(x, 1)
+                torch._dynamo.mark_dynamic(leaves[3], 0)
+                exact = [double(x) for x in leaves]
+                actual = gradients(compiled(*leaves), leaves, 0.7)
+                expected = gradients(loss(reference, *exact), exact, 0.7)
+                for a, e in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
+                    close(a, e, 1e-5)
+    assert set(log) == {None}
+    assert ran == ["program"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("how", [TRACING, INDUCTOR], ids=["tracing", "inductor"])
+def test_program_on_a_card(how):
+    """The Triton kernels, and a factor that is one number on the CPU."""
+    factor, old = torch.tensor(0.3), OLD.cuda()
+
+    def loss(rows, h, w, t):
+        nll, lse, zsum, pz = rows(h, w, t, more=True)
+        ratio = torch.exp(factor * (old.to(nll.dtype) - nll))
+        return (torch.min(ratio, ratio.clamp(0.8, 1.2)) + (lse - pz) ** 2 + (zsum / V) * nll * (t != -100)).mean()
+
+    leaves = tuple(x.detach().cuda().requires_grad_(x.requires_grad) for x in inputs())
+    _, ran = check(loss, None, leaves=leaves, how=how)
+    assert ran == ["program"]
+
+
+def texts(loss, leaves):
+    found = []
+
+    def spy(text, parse=runtime.RowProgram.parse):
+        found.append(text)
+        return parse(text)
+
+    with fresh(), mock.patch.object(runtime.RowProgram, "parse", spy):
+        torch.compile(lambda *xs: loss(fused, *xs), **TRACING)(*leaves)
+    return found
+
+
+def test_program_text():
+    (text,) = texts(z_loss, inputs())
+    assert_expected_inline(
+        text,
+        """\
+{"steps": [["add", ["r", 1], ["r", 2]], ["pow", ["r", 7], 1.0], ["mul", ["r", 8], 2.0], ["mul", ["r", 6], ["r", 9]]], \
+"cotangents": [5, 10, null, null]}""",
+    )
+
+
+@pytest.mark.parametrize("loss", [ppo, operators])
+def test_program_text_is_a_function_of_the_graph(loss):
+    """The text is part of the keys of Inductor's caches. Names in the graph, which differ below, have no part in it."""
+    h, w, t = inputs()
+
+    def with_more(rows, h, w, t, x):
+        return loss(rows, h.sin() * x.exp(), w, t)
+
+    (text,) = texts(loss, (h, w, t))
+    assert texts(loss, (h, w, t)) == texts(with_more, (h, w, t, torch.rand(()))) == [text]
+    parsed = runtime.RowProgram.parse(text)
+    assert parsed.text() == text
+    assert {step[0] for step in parsed.steps} <= {*runtime.ROW_OPS, "to"}
 
 
 # ---- several sites
@@ -425,6 +748,53 @@ def test_sites_where_each_needs_the_others_loss():
     check(loss, None, Reason.OWN_OUTPUT, leaves=(h, w, t, w2), how=TRACING)
 
 
+def chunks(rows, h, w, t, size=13):
+    return [rows(hc, w, tc) for hc, tc in zip(h.split(size), t.split(size), strict=True)]
+
+
+def test_sites_with_one_program_are_merged():
+    weights = torch.rand(N)
+
+    def loss(rows, h, w, t):
+        parts = zip(chunks(rows, h, w, t), weights.split(13), (0.5, 1, 2, 3), strict=True)
+        return sum((c * v * nll**2 + lse**2).sum() for (nll, lse), v, c in parts) / (t != -100).sum()
+
+    _, ran = check(loss, *[None] * 4, how=TRACING)
+    assert ran == ["program"]
+
+
+def test_sites_with_different_programs_are_not_merged():
+    def loss(rows, h, w, t):
+        (a, _), (b, _), (c, _), (d, _) = chunks(rows, h, w, t)
+        return (a**2).sum() + (b**3).sum() + c.sum() + (d.half() ** 2).sum()
+
+    _, ran = check(loss, None, *[Reason.SHARED_WEIGHT] * 3, how=TRACING, rtol=1e-3)
+    assert sorted(ran) == ["backward"] * 3 + ["program"] + ["stats"] * 3
+
+
+def test_sites_where_a_program_needs_the_others_loss():
+    """Known before it, as from a reference model, or computed by the same loss from what the program computes."""
+    h, w, t = inputs()
+    w2 = torch.randn(V, H, requires_grad=True)
+
+    def loss(rows, h, w, t, w2):
+        policy, _ = rows(h, w, t)
+        other, _ = rows(h * 0.5, w2, t)
+        gap = policy - other.detach()
+        return (gap.exp() - gap).mean() + other.mean()
+
+    _, ran = check(loss, None, None, leaves=(h, w, t, w2), how=TRACING)
+    assert sorted(ran) == ["program", "with_grads"]
+
+    def both(rows, h, w, t, w2):
+        a, _ = rows(h, w, t)
+        b, _ = rows(h * 0.5, w2, t)
+        return ((a - b) ** 2).mean()
+
+    _, ran = check(both, None, Reason.OWN_OUTPUT, leaves=(h, w, t, w2), how=TRACING)
+    assert sorted(ran) == ["backward", "program", "stats"]
+
+
 def same(x):
     return x.view_as(x)
 
@@ -520,7 +890,7 @@ def test_sites_with_different_settings():
 
     def loss(rows, h, w, t):
         if rows is fused:
-            nll, _, _ = torch.ops.flce_inductor.row_stats(h * 2, w, t, None, 3, 16, "auto")
+            nll = row_stats(h * 2, w, t, ignore_index=3)[0]
         else:
             nll = F.cross_entropy(F.linear(h * 2, w), t.where(t >= 0, 3), ignore_index=3, reduction="none")
         return rows(h, w, t)[0].mean() + nll.mean()
@@ -594,9 +964,17 @@ def test_checkpointed_head():
 
 def test_checkpointed_head_that_recomputes():
     def loss(rows, h, w, t):
-        return checkpoint(lambda h, w, t: squared(rows, h.sin(), w, t), h, w, t, use_reentrant=False)
+        return checkpoint(lambda h, w, t: normalised(rows, h.sin(), w, t), h, w, t, use_reentrant=False)
 
     check(loss, Reason.OWN_OUTPUT)
+
+
+def test_checkpointed_head_with_a_program():
+    def loss(rows, h, w, t):
+        return checkpoint(lambda h, w, t: squared(rows, h.sin(), w, t), h, w, t, use_reentrant=False)
+
+    _, ran = check(loss, None)
+    assert ran == ["program"]
 
 
 @pytest.mark.parametrize("loss", [mean, two_heads])
@@ -694,8 +1072,8 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("loss", "nvh"),
-    [(mean, 6), (squared, 8), (lambda *a: mean(*a) + 0.5 * mean(*a), 12)],
-    ids=["mean", "nll**2", "merged"],
+    [(mean, 6), (squared, 6), (normalised, 8), (lambda *a: mean(*a) + 0.5 * mean(*a), 12)],
+    ids=["mean", "nll**2", "normalised", "merged"],
 )
 def test_cost(loss, nvh):
     """6 NVH when hoisted, forward and backward together, 8 when not; merged sites do their own rows only."""
@@ -771,12 +1149,13 @@ def test_graph():
 %2 = aten.sum(%1)
 %3 = aten.div.Tensor(%0, %2)
 %4 = aten.expand(%3, [48])
-%5 = row_stats_with_grads(primals_1, primals_2, primals_3, None, %4, None, -100, 16, auto, [True, True, False])
+%5 = row_stats_with_grads(primals_1, primals_2, primals_3, None, None, %4, None, None, None, [], , -100, 16, auto, , \
+1.0, 0.0, 1.0, [False, False, False], [True, True, False])
 %6 = getitem(%5, 0)
 %7 = aten.sum(%6)
-%8 = getitem(%5, 3)
-%9 = getitem(%5, 4)
-%10 = getitem(%5, 6)
+%8 = getitem(%5, 6)
+%9 = getitem(%5, 7)
+%10 = getitem(%5, 9)
 %11 = aten.div.Tensor(%7, %2)
 %12 = aten.mul.Tensor(%10, tangents_1)
 %13 = prims.convert_element_type(%8, torch.float32)
@@ -794,11 +1173,11 @@ def test_counters_and_report(caplog):
     with fresh():
         with caplog.at_level(logging.INFO, logger="flce_inductor"):
             torch.compile(lambda *xs: mean(fused, *xs), **TRACING)(h, w, t)
-            torch.compile(lambda *xs: squared(fused, *xs), **TRACING)(h, w, t)
+            torch.compile(lambda *xs: normalised(fused, *xs), **TRACING)(h, w, t)
         assert counters["inductor"]["flce_hoisted"] == 1
         assert counters["inductor"]["flce_recomputed"] == 1
     assert any(f"{__file__}" in m and "in the forward" in m for m in caplog.messages)
-    assert any(f"{__file__}" in m and Reason.OWN_OUTPUT.text in m for m in caplog.messages)
+    assert any(f"{__file__}" in m and f"{Reason.OWN_OUTPUT.text} (aten.max" in m for m in caplog.messages)
 
 
 def test_nothing_happens_while_disabled():
@@ -859,19 +1238,17 @@ def linear_maps(shape, choose, g):
 
 
 CURVES = [
-    torch.square,
-    torch.tanh,
-    torch.sigmoid,
-    lambda x: x * x.detach(),
-    lambda x: x.clamp(max=x.detach().mean()),
+    lambda x: x * x.detach().mean(),
+    lambda x: x * (1 + x.square().sum()),
     lambda x: x * x.flatten()[0].detach(),
     lambda x: x / (1 + x.detach().norm()),
-    lambda x: torch.sqrt(x * x + 1),
+    lambda x: x * x.detach().flatten().cumsum(0).view_as(x),
 ]
 
 
-def program(seed, curved):
-    """A random chain of linear maps from nll (and lse) to one number; curved: with one that isn't linear among them."""
+def chain(seed, curved):
+    """A random chain of linear maps from nll (and lse) to one number; curved: with one that isn't linear among them,
+    nor a function of one row."""
     choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
     steps, x = [], torch.ones(N)
     for _ in range(choose.randint(1, 7)):
@@ -904,10 +1281,107 @@ def program(seed, curved):
 
 @pytest.mark.parametrize("seed", range(72))
 def test_random_linear(seed):
-    check(program(seed, curved=False), None, how=TRACING, rtol=2e-5)
+    check(chain(seed, curved=False), None, how=TRACING, rtol=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_nonlinear(seed):
-    _, ran = check(program(seed, curved=True), Reason.OWN_OUTPUT, how=TRACING, rtol=2e-4)
+    _, ran = check(chain(seed, curved=True), Reason.OWN_OUTPUT, how=TRACING, rtol=2e-4)
     assert ran == ["stats", "backward"]
+
+
+def row_functions(choose, g):
+    """Elementwise functions with bounded values and derivatives, of one or two tensors of one shape."""
+    v, u, sequence = torch.rand(N, generator=g) + 0.5, torch.rand(N, generator=g), torch.rand(ROWS, 1, generator=g)
+    c, m = choose.uniform(-2, 2), u < 0.7
+
+    def over(x, constant):
+        return constant.to(x.dtype).view(x.shape)
+
+    def for_each_sequence(x):
+        return (x.view(ROWS, COLUMNS) * sequence.to(x.dtype) + torch.arange(COLUMNS) / N).view(x.shape)
+
+    one = {
+        "tanh": torch.tanh,
+        "sigmoid": lambda x: torch.sigmoid(x - c),
+        "exp": lambda x: torch.exp(-x.abs()),
+        "log": lambda x: torch.log(1.5 + x.square()),
+        "log1p": lambda x: torch.log1p(x.abs()),
+        "sqrt": lambda x: torch.sqrt(x * x + 1),
+        "reciprocal": lambda x: 1 / (1.5 + torch.abs(x)),
+        "power": lambda x: (1 + x.abs()) ** choose_power,
+        "softplus": F.softplus,
+        "silu": F.silu,
+        "clamp": lambda x: x.clamp(-abs(c), 2.2),
+        "relu": lambda x: F.relu(x - c),
+        "detached": lambda x: x * torch.exp(-x.square()).detach(),
+        "scale": lambda x: c * x,
+        "shift": lambda x: c - x,
+        "vector": lambda x: over(x, v) * x,
+        "divide": lambda x: x / over(x, v),
+        "mask": lambda x: x * over(m, m).view(x.shape),
+        "where": lambda x: torch.where(m.view(x.shape), x, c),
+        "fill": lambda x: x.masked_fill(m.view(x.shape), 0.0),
+        "sequence": for_each_sequence,
+        "reshape": lambda x: x.reshape(choose_shape),
+        "unsqueeze": lambda x: x.unsqueeze(0).squeeze(),
+        "cast": lambda x: x.double(),
+    }
+    two = {
+        "add": lambda x, y: torch.add(x, y, alpha=c),
+        "difference": lambda x, y: x - y,
+        "product": lambda x, y: x * y.tanh(),
+        "ratio": lambda x, y: x / (1.5 + y.abs()),
+        # x and y may be equal but for rounding
+        "minimum": lambda x, y: torch.minimum(x, 1.01 * y - 0.013),
+        "maximum": lambda x, y: torch.maximum(x, 1.01 * y - 0.013),
+        "choice": lambda x, y: torch.where(x.detach() < 1.01 * y - 0.013, x, y.square().tanh()),
+        "clipped": lambda x, y: torch.minimum(x, y.detach() + 0.1),
+    }
+    choose_power = choose.choice([0.5, 1.5, 2, -1])
+    choose_shape = choose.choice([(N,), (ROWS, COLUMNS), (1, COLUMNS, ROWS), (N, 1)])
+    return one, two
+
+
+def row_program(seed):
+    """A random elementwise function of nll and lse, reduced to one number with weights, a mask or 1 / n_valid."""
+    choose, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    steps = []
+    for _ in range(choose.randint(2, 7)):
+        one, two = row_functions(choose, g)
+        name = choose.choice([*one, *two, *two])
+        steps.append((one[name], None) if name in one else (two[name], choose.randint(0, 9)))
+    v, m = torch.rand(N, generator=g), torch.rand(N, generator=g) < 0.7
+    end = choose.choice(
+        [
+            lambda x, t: x.sum() / (t != -100).sum(),
+            lambda x, t: x.mean(),
+            lambda x, t: (x * m).sum() / m.sum(),
+            lambda x, t: x @ v.to(x.dtype),
+            lambda x, t: torch.where(t != -100, x, 0.0).sum() / N,
+        ]
+    )
+
+    def loss(rows, h, w, t):
+        nll, lse = rows(h, w, t)
+        values = [lse, nll, nll * lse / 4]  # the last makes it a program whatever follows
+        for f, other in steps:
+            x = values[-1]
+            values.append(f(x) if other is None else f(x, values[other % len(values)].view(x.shape)))
+        return end(values[-1].reshape(-1) + values[2], t)
+
+    return loss
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_random_programs(block):
+    """Five in one graph, each over its own weight."""
+    losses = [row_program(5 * block + i) for i in range(5)]
+    h, w, t = inputs(seed=block)
+    weights = [(w + 0.1 * i).detach().requires_grad_() for i in range(5)]
+
+    def loss(rows, h, t, *ws):
+        return sum(f(rows, h, w, t) for f, w in zip(losses, ws, strict=True))
+
+    _, ran = check(loss, *[None] * 5, leaves=(h, t, *weights), how=TRACING, rtol=1e-4)
+    assert ran == ["program"] * 5

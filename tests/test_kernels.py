@@ -837,6 +837,8 @@ def cross_compile(key, capability, signature, BLOCK, num_warps, aligned):
 
     kernel = kernels.load_kernel(key)
     names = [parameter.name for parameter in kernel.params]
+    for parameter in kernel.params:  # a float argument is passed as float32 unless annotated
+        assert not parameter.name.startswith("z_") or parameter.annotation_type == signature[parameter.name]
     signature = {name: signature[name] for name in names[:-1]} | {"BLOCK": "constexpr"}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names}
     return triton.compile(
