@@ -147,23 +147,52 @@ def _scratch_rows(x: Tensor) -> int:
     return max(1, _SCRATCH_BYTES // (4 * max(1, x.shape[1])))
 
 
-def _accumulate_pair_(total: Tensor, residual: Tensor, a: Tensor, b: Tensor, first: bool, path: str) -> None:
-    """total + residual (+)= a @ b, both [M, P] of 16 bits: together they hold about as much as float32 would.
+class _WeightGradient:
+    """dweight [V, H] while chunks of rows are added to it, in its own dtype or wider.
 
-    path: that of a 16-bit product into float32. Costs the memory of a float32 accumulator and not the copy at its end.
+    A 16-bit dweight that is accumulated in float32 takes 2 V H bytes more, and no more than that at the end: it is held
+    in two float32 halves, the first of which is as large as the 16-bit result and becomes it in place.
     """
-    direct = path == "out_dtype"
-    # without out_dtype the operands are widened, of which a's rows may be longer than total's
-    step = _scratch_rows(total if direct or a.shape[1] < total.shape[1] else a)
-    b = b if direct else b.float()
-    scratch = torch.empty(min(step, total.shape[0]), total.shape[1], dtype=torch.float32, device=total.device)
-    for high, low, rows in zip(total.split(step), residual.split(step), a.split(step), strict=True):
-        product = scratch[: rows.shape[0]]
-        if direct:
-            torch.mm(rows, b, out_dtype=torch.float32, out=product)
-        else:
-            torch.mm(rows.float(), b, out=product)
-        kernels.add_residual_(high, low, product, first=first)
+
+    def __init__(self, weight: Tensor, accumulator: torch.dtype, path: str):
+        self.weight = weight
+        strides = torch.empty_like(weight, device="meta").stride()
+        self.transposed = strides[1] != 1 and strides[0] == 1  # the parameter is stored as [H, V]
+        R, S = weight.shape[:: -1 if self.transposed else 1]
+        self.wide = accumulator != weight.dtype
+        self.path = "upcast" if self.wide and path == "fallback" else path
+        cut = min(R, -(-R // (2 * _PAD)) * _PAD) if self.wide else R
+        self.parts = [slice(0, cut), slice(cut, R)] if cut < R else [slice(0, R)]
+        self.held = [
+            torch.empty(part.stop - part.start, S, dtype=accumulator, device=weight.device) for part in self.parts
+        ]
+
+    def add(self, slab: Tensor, h: Tensor, blocks: list[slice], first: bool) -> None:
+        """(+)= slab.T @ h for slab [C, V], h [C, H], a block of the vocabulary at a time."""
+        for part, held in zip(self.parts, self.held, strict=True):
+            for block in blocks:
+                if self.transposed:
+                    accumulate_(held[:, block], h[:, part].t(), slab[:, block], first, self.path)
+                    continue
+                lo, hi = max(part.start, block.start), min(part.stop, block.stop)
+                if lo < hi:
+                    into = held[lo - part.start : hi - part.start]
+                    accumulate_(into, slab[:, lo:hi].t(), h, first, self.path)
+
+    def result(self) -> Tensor:
+        """dweight in weight's dtype."""
+        total = self.held[0]
+        if self.wide:
+            R, S = self.parts[-1].stop, total.shape[1]
+            flat = total.view(-1).view(self.weight.dtype)[: R * S]
+            at = 0
+            for held in self.held:
+                for block in held.view(-1).split(_SCRATCH_BYTES // 4):
+                    # a copy in between, as the first blocks lie where they come from; what follows is read later
+                    flat[at : at + block.numel()].copy_(block.to(flat.dtype, copy=True))
+                    at += block.numel()
+            total = flat.view(R, S)
+        return total.t() if self.transposed else total
 
 
 # ---------------------------------------------------------------- checks and scales
@@ -425,10 +454,9 @@ class _Head:
             self.empty(N, dtype=torch.int64) if want.argmax else None,
         )
         dh = self.empty(*self.h.shape) if needs.dh else self.empty(0)
-        dweight = torch.empty_like(self.weight) if needs.dweight else self.weight.new_empty(0)
         accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))
         path = self.path(accumulator)
-        residual = torch.empty_like(dweight) if accumulator != dweight.dtype else None
+        dweight = _WeightGradient(self.weight, accumulator, path) if needs.dweight else None
         dbias = torch.zeros(V if needs.dbias else 0, dtype=self.stats, device=self.device)
         scale = self.scale(g, needs, path == "out_dtype")
         parts = self.blocks(V)
@@ -445,18 +473,17 @@ class _Head:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=False, grad=True)
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
-            for part in parts:
-                if needs.dh:
+            if needs.dh:
+                for part in parts:
                     dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if part.start == 0 else 1)
-                if needs.dweight and residual is None:
-                    accumulate_(dweight[part], slab[:, part].t(), self.h[chunk], lo == 0, path)
-                elif needs.dweight:
-                    _accumulate_pair_(dweight[part], residual[part], slab[:, part].t(), self.h[chunk], lo == 0, path)
+            if dweight is not None:
+                dweight.add(slab, self.h[chunk], parts, first=lo == 0)
             if needs.dbias:
                 dbias += slab.sum(0, dtype=self.stats)
+        total = self.weight.new_empty(0) if dweight is None else dweight.result()
         if N == 0:
-            dweight.zero_()
-        return stats, self.finish(dh, dweight, dbias, scale)
+            total.zero_()
+        return stats, self.finish(dh, total, dbias, scale)
 
     def vocabulary_major(self, stats: Statistics, g: Cotangents, needs: Needs) -> Gradients:
         N, V = self.N, self.V
