@@ -8,8 +8,7 @@ For each row of the slab, z = epilogue(logits), and its label t (design: "row st
     dlogits = dz * dz/dlogits
 
 `rows_` is the entrance. It runs the Triton kernel of `templates/rows.py.jinja` on devices that have Triton, and torch
-operations in cache sized blocks of rows everywhere else. So does `add_residual_`, which adds to a pair of 16-bit
-tensors, for a dweight that needs more digits than its dtype has.
+operations in cache sized blocks of rows everywhere else.
 """
 
 import contextlib
@@ -29,13 +28,10 @@ __all__ = [
     "Cotangents",
     "Epilogue",
     "Statistics",
-    "add_residual_",
     "rows_",
     "select",
     "source_hash_files",
-    "torch_add_residual_",
     "torch_rows_",
-    "triton_add_residual_",
     "triton_rows_",
 ]
 
@@ -148,28 +144,17 @@ def rows_(
     cotangents = cotangents or Cotangents()
     options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
     key = _key(slab, statistics, cotangents, **options)
-    if not _triton(triton_rows_, slab.device, key, slab, target, statistics, cotangents, ignore_index, **options):
-        torch_rows_(slab, target, statistics, cotangents, ignore_index, **options)
-
-
-def add_residual_(total: Tensor, residual: Tensor, part: Tensor, *, first: bool = False) -> None:
-    """total + residual += part, for a sum with about twice the digits of the dtype that holds it.
-
-        total     [R, H] float16 or bfloat16, unit stride along H, any row stride: the sum, rounded to its dtype
-        residual  [R, H] dtype of total, likewise: what that rounding left, rounded to its dtype
-        part      [R, H] float32, likewise
-        first     total and residual are not read: they hold nothing yet
-
-    In float32, s = (total + residual) + part, then total = s and residual = s - total, each rounded once. Where total
-    is NaN or infinite then, residual is 0.
-
-    The pair has 16 or more bits of a bfloat16 sum and 22 or more of a float16 one, there down to 2^-25.
-
-    Raises and warns as `rows_`.
-    """
-    key = ResidualKey(first)
-    if not _triton(triton_add_residual_, total.device, key, total, residual, part, first=first):
-        torch_add_residual_(total, residual, part, first=first)
+    variant = (slab.device, key)
+    if slab.device.type in TRITON_DEVICES and variant not in _unbuildable:
+        try:
+            return triton_rows_(slab, target, statistics, cotangents, ignore_index, **options)
+        except Exception as error:
+            # A kernel that was not built has not run: the slab still holds logits.
+            if not _is_build_error(error):
+                raise
+            _unbuildable.add(variant)
+            warnings.warn(_fallback_message(slab.device, error), RuntimeWarning, stacklevel=2)
+    torch_rows_(slab, target, statistics, cotangents, ignore_index, **options)
 
 
 # ---------------------------------------------------------------- Triton
@@ -194,30 +179,8 @@ class RowsKey(NamedTuple):
     float64: bool = False
 
 
-class ResidualKey(NamedTuple):
-    """The switch of templates/residual.py.jinja."""
-
-    first: bool
-
-
 TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
-_unbuildable: set[tuple[torch.device, RowsKey | ResidualKey]] = set()
-
-
-def _triton(function, device: torch.device, key, *args, **options) -> bool:
-    """Whether `function`, which launches the kernel for `key`, did so. If not, nothing has happened yet."""
-    if device.type not in TRITON_DEVICES or (device, key) in _unbuildable:
-        return False
-    try:
-        function(*args, **options)
-    except Exception as error:
-        # A kernel that was not built has not run: the slab still holds logits.
-        if not _is_build_error(error):
-            raise
-        _unbuildable.add((device, key))
-        warnings.warn(_fallback_message(device, key, error), RuntimeWarning, stacklevel=3)
-        return False
-    return True
+_unbuildable: set[tuple[torch.device, RowsKey]] = set()
 
 
 def triton_rows_(
@@ -245,7 +208,8 @@ def triton_rows_(
     tensors = {"slab": slab, "out": out, "target": target, "scale": scale, "class_weight": class_weight}
     tensors |= statistics._asdict() | {f"g_{name}": g for name, g in cotangents._asdict().items()}
     block, num_warps = _config(V, key)
-    with _current(slab.device):
+    # Triton launches on the current device, not on that of its arguments.
+    with torch.accelerator.device_index(slab.device.index) if slab.device.type != "cpu" else contextlib.nullcontext():
         load_kernel(key)[(C,)](
             *(tensors[name] if name in _MATRICES else tensors[name].contiguous() for name in pointer_args(key)),
             slab.stride(0),
@@ -257,33 +221,6 @@ def triton_rows_(
             num_warps=num_warps,
             enable_fp_fusion=True,  # the default until triton 3.9, which warns that 3.10 will change it
         )
-
-
-def triton_add_residual_(total, residual, part, *, first=False) -> None:
-    """`add_residual_` by the Triton kernel."""
-    _check_residual(total, residual, part)
-    if total.numel() == 0:
-        return
-    R, H = total.shape
-    block = 1024  # 8 elements for each of 128 threads: 16 bytes of the 16-bit tensors
-    with _current(total.device):
-        load_kernel(ResidualKey(first))[(R, -(-H // block))](
-            total,
-            residual,
-            part,
-            total.stride(0),
-            residual.stride(0),
-            part.stride(0),
-            H,
-            BLOCK=block,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-
-
-def _current(device: torch.device):
-    """Triton launches on the current device, not on that of its arguments."""
-    return torch.accelerator.device_index(device.index) if device.type != "cpu" else contextlib.nullcontext()
 
 
 def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out) -> RowsKey:
@@ -358,18 +295,14 @@ def _config(V: int, key: RowsKey) -> tuple[int, int]:
 
 
 @functools.cache
-def load_kernel(key: RowsKey | ResidualKey):
+def load_kernel(key: RowsKey):
     """The `triton.jit` function for `key`, from a file in Inductor's code cache (triton.jit reads its source there)."""
     from torch._inductor.codecache import PyCodeCache  # heavy, and not needed on a CPU
 
-    return getattr(PyCodeCache.load(render(key)), _kernel_name(key))
+    return PyCodeCache.load(render(key)).rows
 
 
-def _kernel_name(key: RowsKey | ResidualKey) -> str:
-    return "rows" if isinstance(key, RowsKey) else "add_residual"
-
-
-def render(key: RowsKey | ResidualKey) -> str:
+def render(key: RowsKey) -> str:
     """Source of the Python module that defines the kernel for `key`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_template_dir()),
@@ -378,8 +311,6 @@ def render(key: RowsKey | ResidualKey) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    if isinstance(key, ResidualKey):
-        return environment.get_template("residual.py.jinja").render(**key._asdict())
     # class_weight may be specialised on its alignment: a vector load of it matters, and there are two cases of it only
     vectors = [name for name in pointer_args(key) if name not in (*_MATRICES, "class_weight")]
     return environment.get_template("rows.py.jinja").render(label=_uses_label(key), vectors=vectors, **key._asdict())
@@ -422,14 +353,14 @@ def _is_build_error(error: Exception) -> bool:
     return any(base.__module__ == "triton.errors" for base in type(error).__mro__)
 
 
-def _fallback_message(device: torch.device, key, error: Exception) -> str:
+def _fallback_message(device: torch.device, error: Exception) -> str:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
     reason = (str(error).strip().splitlines() or [""])[-1]
     return (
-        f"flce_inductor: the Triton kernel `{_kernel_name(key)}` could not be built for {device} "
+        f"flce_inductor: the Triton kernel `rows` could not be built for {device} "
         f"({type(error).__name__}: {reason}). "
         "Results stay right, but this part of the loss now runs as torch operations, which are slower. "
         f"To get the kernel back: check that triton ({version}) is the version that torch {torch.__version__} asks for "
@@ -561,19 +492,6 @@ def _scaled(cotangents: Cotangents, valid, scale, dtype) -> tuple[Tensor, Tensor
     return gn + gl, gn, gz, gp
 
 
-def torch_add_residual_(total, residual, part, *, first=False) -> None:
-    """`add_residual_` by torch operations, a few rows at a time."""
-    _check_residual(total, residual, part)
-    if total.numel() == 0:
-        return
-    step = _rows_per_block(part, part.dtype)
-    for t, r, p in zip(total.split(step), residual.split(step), part.split(step), strict=True):
-        s = p if first else t.float().add_(r).add_(p)
-        t.copy_(s)
-        rounded = t.float()
-        r.copy_(torch.where(rounded.isfinite(), s - rounded, 0))
-
-
 # 4 MiB was the fastest of 0.5 to 8 for V = 50000 and 128256 on two cores with 1 MiB of L2 each: smaller blocks pay for
 # each operation's start. Any other device has launches to hide instead.
 _BLOCK_BYTES = {"cpu": 4 << 20}
@@ -608,43 +526,31 @@ def _check(slab, target, statistics, cotangents, *, stats, grad, scale, class_we
         if stats and vector is not None and not vector.is_contiguous():
             raise ValueError(f"rows_: {name} is written and must be contiguous, got strides {vector.stride()}")
         if stats or name in needed:
-            _check_tensor("rows_", name, vector, (C,), torch.int64 if name == "argmax" else dtype, slab.device)
-    _check_tensor("rows_", "target", target, (C,), torch.int64, slab.device)
-    _check_tensor("rows_", "class_weight", class_weight, (V,), dtype, slab.device)
-    _check_unit_stride("rows_", "slab", slab)
+            _check_tensor(name, vector, (C,), torch.int64 if name == "argmax" else dtype, slab.device)
+    _check_tensor("target", target, (C,), torch.int64, slab.device)
+    _check_tensor("class_weight", class_weight, (V,), dtype, slab.device)
+    _check_unit_stride("slab", slab)
     if grad:
         for name, vector in cotangents._asdict().items():
-            _check_tensor("rows_", f"g_{name}", vector, (C,), dtype, slab.device)
-        _check_tensor("rows_", "scale", scale, (), dtype, slab.device)
+            _check_tensor(f"g_{name}", vector, (C,), dtype, slab.device)
+        _check_tensor("scale", scale, (), dtype, slab.device)
         if out is not None:
-            _check_tensor("rows_", "out", out, (C, V), slab.dtype, slab.device)
-            _check_unit_stride("rows_", "out", out)
+            _check_tensor("out", out, (C, V), slab.dtype, slab.device)
+            _check_unit_stride("out", out)
 
 
-def _check_residual(total, residual, part) -> None:
-    """ValueError unless the tensors are what `add_residual_` documents."""
-    if total.dim() != 2 or total.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"add_residual_: total must be [R, H] float16 or bfloat16, got {list(total.shape)} {total.dtype}"
-        )
-    _check_tensor("add_residual_", "residual", residual, total.shape, total.dtype, total.device)
-    _check_tensor("add_residual_", "part", part, total.shape, torch.float32, total.device)
-    for name, matrix in (("total", total), ("residual", residual), ("part", part)):
-        _check_unit_stride("add_residual_", name, matrix)
-
-
-def _check_tensor(function: str, name: str, tensor: Tensor | None, shape, dtype, device) -> None:
+def _check_tensor(name: str, tensor: Tensor | None, shape, dtype, device) -> None:
     if tensor is None or (tensor.shape == shape and tensor.dtype == dtype and tensor.device == device):
         return
     raise ValueError(
-        f"{function}: {name} must be {list(shape)} {dtype} on {device}, "
+        f"rows_: {name} must be {list(shape)} {dtype} on {device}, "
         f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
     )
 
 
-def _check_unit_stride(function: str, name: str, matrix: Tensor) -> None:
+def _check_unit_stride(name: str, matrix: Tensor) -> None:
     if matrix.shape[1] > 1 and matrix.stride(1) != 1:
-        raise ValueError(f"{function}: {name} must have unit stride along its rows, got strides {matrix.stride()}")
+        raise ValueError(f"rows_: {name} must have unit stride along its rows, got strides {matrix.stride()}")
 
 
 _FUNCTIONS = ("", "tanh", "sigmoid")

@@ -842,7 +842,7 @@ class TestOverLogitsInPlace:
                 del loss, z
             peaks.append(peak)
         # the multiplication's backward takes one in both
-        assert size <= peaks[1] < 1.25 * size and peaks[0] >= 2 * size
+        assert 0.95 * size <= peaks[1] < 1.25 * size and peaks[0] >= 1.95 * size
 
     @pytest.mark.parametrize("retain_graph", [False, True])
     def test_runs_once(self, retain_graph):

@@ -417,6 +417,8 @@ def dtypes(rows, h, w, t):
     lse = torch.where(lse > torch.tensor(1.5, dtype=torch.float64), lse, torch.ones((), dtype=torch.float64))
     x = nll * torch.tensor(0.3, dtype=torch.float64) + torch.tensor(3) * lse.tanh() / torch.arange(1, N + 1)
     x = torch.add(t, x * lse, alpha=2) - torch.add(1, nll * lse, alpha=0.5) + nll ** MASK.long() + nll * (nll > 2)
+    edge, same = torch.tensor(0.7, dtype=torch.float64), nll * 0 + 0.7  # float32's 0.7 is smaller
+    x = x * (same >= edge) * (torch.where(nll > 1, same, edge) >= 0.7)
     return (x.double() * nll * OLD.double()).mean()
 
 
@@ -425,6 +427,12 @@ def constants(rows, h, w, t):
     x = torch.full_like(nll, 0.3) * nll**2 + torch.maximum(lse, torch.tensor(1.5, dtype=lse.dtype)) * nll
     y = torch.where(nll > 2, torch.tensor(1.5), torch.tensor(-0.5)) * nll * torch.ones_like(lse).exp()
     return (x + y + 2 / (1 + nll) + (3 - lse) ** 3 + 2**nll).mean()
+
+
+def rounded_constants(rows, h, w, t):
+    nll, _ = rows(h, w, t)
+    wide = torch.where(nll > 2, torch.full((), 0.3, dtype=torch.float64), torch.full((), 0.7, dtype=torch.float64))
+    return (wide * nll * (nll.detach() * torch.full((), 0.3))).mean()
 
 
 def operators(rows, h, w, t):
@@ -501,7 +509,7 @@ def test_program_without_a_tangent():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("loss", [focal, squared_entropy])
+@pytest.mark.parametrize("loss", [focal, squared_entropy, rounded_constants])
 def test_program_dtypes(loss, dtype):
     check(loss, None, leaves=inputs(dtype), rtol={torch.float64: 1e-12}.get(dtype, 2e-2), how=TRACING)
 
@@ -761,6 +769,16 @@ def test_sites_with_one_program_are_merged():
 
     _, ran = check(loss, *[None] * 4, how=TRACING)
     assert ran == ["program"]
+
+
+def test_sites_with_one_program_where_one_needs_the_others_loss():
+    def loss(rows, h, w, t):
+        a, _ = rows(h, w, t)
+        b, _ = rows(h * 0.5, w, t)
+        return (a**2 * OLD).mean() + (b**2 * a.detach()).mean()
+
+    _, ran = check(loss, None, Reason.SHARED_WEIGHT, how=TRACING)
+    assert sorted(ran) == ["backward", "program", "stats"]
 
 
 def test_sites_with_different_programs_are_not_merged():

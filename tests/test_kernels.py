@@ -1,8 +1,7 @@
-"""The rows kernel: statistics of each row and dlogits, and the sum in 16-bit pairs, on every implementation.
+"""The rows kernel: statistics of each row and dlogits, on every implementation.
 
-`TestRows` and `TestResidual` run over the torch implementation on the CPU and the Triton kernel on a GPU; a process of
-its own runs them over the Triton kernel under the interpreter, because TRITON_INTERPRET has to be set before triton is
-imported.
+`TestRows` runs over the torch implementation on the CPU and the Triton kernel on a GPU; a process of its own runs it
+over the Triton kernel under the interpreter, because TRITON_INTERPRET has to be set before triton is imported.
 
 A kernel takes a second to compile, so the GPU runs each test in bfloat16 and only some in the other dtypes.
 """
@@ -29,16 +28,12 @@ from flce_inductor.kernels import (
     IDENTITY,
     Cotangents,
     Epilogue,
-    ResidualKey,
     RowsKey,
     Statistics,
-    add_residual_,
     rows_,
     select,
     source_hash_files,
-    torch_add_residual_,
     torch_rows_,
-    triton_add_residual_,
     triton_rows_,
 )
 
@@ -655,84 +650,6 @@ class TestRows:
         assert_right(impl, actual, reference(slab, target)._replace(dlogits=dlogits), (False, True), size=3)
 
 
-class TestResidual:
-    @pytest.fixture(
-        params=[pytest.param((triton_add_residual_, "cpu", torch.float16), id="interpreter")]
-        if INTERPRETED
-        else [
-            pytest.param((torch_add_residual_, "cpu", torch.bfloat16), id="torch-bfloat16"),
-            pytest.param((torch_add_residual_, "cpu", torch.float16), id="torch-float16"),
-            pytest.param((triton_add_residual_, "cuda", torch.bfloat16), id="triton-bfloat16", marks=gpu_only),
-            pytest.param((triton_add_residual_, "cuda", torch.float16), id="triton-float16", marks=gpu_only),
-        ]
-    )
-    def pair(self, request):
-        """(implementation, total [7, 1100], residual [7, 1100]) of rows in larger buffers, filled with NaN."""
-        add, device, dtype = request.param
-        total = torch.full([9, 1200], math.nan, dtype=dtype, device=device)[1:8, :1100]
-        residual = torch.full([7, 1152], math.nan, dtype=dtype, device=device)[:, 52:]
-        return add, total, residual
-
-    @staticmethod
-    def part(total, seed=0):
-        gen = torch.Generator().manual_seed(seed)
-        return torch.randn(7, 1300, generator=gen).to(total.device)[:, 100:1200]
-
-    def test_the_pair_accumulates_with_the_digits_of_both(self, pair):
-        add, total, residual = pair
-        alone = torch.zeros_like(total)
-        exact = torch.zeros(7, 1100, dtype=torch.float64)
-        for i in range(100):
-            part = self.part(total, seed=i)
-            add(total, residual, part, first=i == 0)
-            alone += part
-            exact += part.cpu().double()
-        error = (total.cpu().double() + residual.cpu().double() - exact).abs().mean()
-        assert error < (alone.cpu().double() - exact).abs().mean() / 100
-        # and the total is as near to the sum of both as its dtype gets
-        assert (residual.abs() <= total.abs() * (torch.finfo(total.dtype).eps / 2)).all()
-
-    def test_both_are_rounded_once(self, pair):
-        add, total, residual = pair
-        first, second = self.part(total, 1), self.part(total, 2)
-        add(total, residual, first, first=True)
-        assert_same(total, first.to(total.dtype))
-        assert_same(residual, (first - total.float()).to(total.dtype))
-        s = (total.float() + residual.float()) + second
-        add(total, residual, second)
-        assert_same(total, s.to(total.dtype))
-        assert_same(residual, (s - total.float()).to(total.dtype))
-
-    def test_what_is_around_stays(self, pair):
-        add, total, residual = pair
-        add(total, residual, self.part(total), first=True)
-        for view in (total, residual):
-            whole = view._base.clone()
-            assert whole.isfinite().sum() == 7700
-            whole.as_strided(view.shape, view.stride(), view.storage_offset())[:] = math.nan
-            assert whole.isnan().all()
-
-    def test_where_the_sum_is_not_finite_there_is_no_residual(self, pair):
-        add, total, residual = pair
-        part = self.part(total).clone()
-        part[0, :4] = torch.tensor([math.inf, -math.inf, math.nan, 3.4e38])  # the last rounds to infinity
-        add(total, residual, part, first=True)
-        wanted = [math.inf, -math.inf, math.nan, math.inf]
-        assert_same(total[0, :4].cpu().float(), torch.tensor(wanted))
-        assert (residual[0, :4] == 0).all() and total[0, 4:].isfinite().all() and total[1:].isfinite().all()
-        add(total, residual, torch.ones_like(part))
-        assert_same(total[0, :4].cpu().float(), torch.tensor(wanted))
-        assert (residual[0, :4] == 0).all()
-
-    @pytest.mark.parametrize("rows, columns", [(0, 4), (3, 0), (1, 1), (5, 1024)])
-    def test_any_shape(self, pair, rows, columns):
-        add, total, residual = pair
-        part = self.part(total)[:rows, :columns]
-        add(total[:rows, :columns], residual[:rows, :columns], part, first=True)
-        assert_same(total[:rows, :columns], part.to(total.dtype))
-        assert total.isfinite().sum() == rows * columns
-
-
 # ---------------------------------------------------------------- the torch implementation
 
 
@@ -791,8 +708,7 @@ needs_triton = pytest.mark.skipif(_version("triton") is None, reason="triton is 
 )
 def test_the_triton_kernel_under_the_interpreter():
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        + [f"{__file__}::{name}" for name in ("TestRows", "TestResidual")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestRows"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
@@ -892,20 +808,6 @@ def test_the_triton_kernel_compiles(capability, slab_type, keys, tmp_path, monke
         assert ".local" not in ptx and spilled_bytes(compiled.asm["cubin"], tmp_path) == 0
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves nothing to compile")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_residual_kernel_compiles(dtype, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    signature = {"total_ptr": f"*{dtype}", "residual_ptr": f"*{dtype}", "part_ptr": "*fp32", "H": "i32"}
-    signature |= dict.fromkeys(("total_stride", "residual_stride", "part_stride"), "i32")
-    for first in (False, True):
-        compiled = cross_compile(ResidualKey(first), 90, signature, 1024, 4, signature)
-        ptx = compiled.asm["ptx"]
-        assert ptx.count("ld.global.v4") == (2 if first else 4)  # 16 bytes each, of float32 twice
-        assert ptx.count("st.global.v4") == 2
-
-
 def test_kernels_hold_exactly_the_features_in_use():
     plain = [*all_keys(), *all_keys(float64=True)]
     sources = {key: kernels.render(key) for key in (*plain, *FEATURES)}
@@ -977,7 +879,6 @@ def broken_triton(monkeypatch):
     monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_unbuildable", set())
     monkeypatch.setattr(kernels, "triton_rows_", broken)
-    monkeypatch.setattr(kernels, "triton_add_residual_", broken)
     return broken
 
 
@@ -1023,13 +924,6 @@ def test_a_kernel_that_cannot_be_built_is_replaced_once_with_a_warning(broken_tr
     torch.testing.assert_close(statistics.nll, torch.tensor([math.log(5), math.log(5), 0]).double())
     assert broken_triton.launches == 2
 
-    total, residual, part = torch.zeros(2, 3).bfloat16(), torch.zeros(2, 3).bfloat16(), torch.full([2, 3], 1 / 3)
-    with pytest.warns(RuntimeWarning, match="`add_residual` could not be built"):
-        add_residual_(total, residual, part)
-    add_residual_(total, residual, part)
-    torch.testing.assert_close(total.float() + residual.float(), 2 * part, rtol=2**-16, atol=0)
-    assert broken_triton.launches == 3
-
 
 @pytest.mark.parametrize(
     "error",
@@ -1055,15 +949,13 @@ def test_other_errors_are_not_hidden(broken_triton, error):
 
 def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkeypatch):
     taken = []
-    for name in ("triton_rows_", "torch_rows_", "triton_add_residual_", "torch_add_residual_"):
+    for name in ("triton_rows_", "torch_rows_"):
         monkeypatch.setattr(kernels, name, lambda *args, name=name, **options: taken.append(name))
     statistics = Statistics(None, None, None)
-    matrices = [torch.zeros(1, 2)] * 3
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(kernels, "TRITON_DEVICES", devices)
         rows_(torch.zeros(1, 2), None, statistics, None, IGNORE, stats=True, grad=False)
-        add_residual_(*matrices)
-    assert taken == ["torch_rows_", "torch_add_residual_", "triton_rows_", "triton_add_residual_"]
+    assert taken == ["torch_rows_", "triton_rows_"]
     monkeypatch.undo()
     assert kernels.TRITON_DEVICES == ("cuda", "xpu")
 
@@ -1108,24 +1000,6 @@ def test_wrong_arguments_are_refused(implementation, change, message):
         implementation(slab, target, statistics, cotangents, IGNORE, stats=True, grad=True, **given)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"total": torch.zeros(3, 5)}, "total must be"),
-        ({"total": torch.zeros(3).half()}, "total must be"),
-        ({"residual": torch.zeros(3, 5).bfloat16()}, "residual must be"),
-        ({"part": torch.zeros(3, 5).half()}, "part must be"),
-        ({"part": torch.zeros(3, 4)}, "part must be"),
-        ({"part": torch.zeros(5, 3).T}, "part must have unit stride"),
-    ],
-)
-@pytest.mark.parametrize("implementation", [torch_add_residual_, triton_add_residual_])
-def test_wrong_matrices_are_refused(implementation, change, message):
-    given = {"total": torch.zeros(3, 5).half(), "residual": torch.zeros(3, 5).half(), "part": torch.zeros(3, 5)}
-    with pytest.raises(ValueError, match=f"add_residual_: {message}"):
-        implementation(**(given | change))
-
-
 def test_select_takes_rows_of_each_vector():
     x = torch.arange(4)
     assert [v if v is None else v.tolist() for v in select(Cotangents(x, pz=x + 1), slice(2))] == [
@@ -1145,7 +1019,7 @@ def test_source_hash_files_are_this_package_s_kernels_and_templates():
     files = source_hash_files()
     assert all(Path(f).is_absolute() and Path(f).is_file() for f in files)
     assert [Path(f).name for f in files[:1]] == ["kernels.py"]
-    assert {"rows.py.jinja", "residual.py.jinja"} <= {Path(f).name for f in files[1:]}
+    assert "rows.py.jinja" in {Path(f).name for f in files[1:]}
     assert all(f.endswith(".jinja") for f in files[1:]) and len(set(files)) == len(files)
 
 
@@ -1212,15 +1086,10 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize("implementation", [triton_rows_, torch_rows_])
 def test_no_host_synchronisation_and_no_large_temporary(implementation):
     args, options = on_gpu(2048, 32000, features=("zsum", "class_weight", "pz", "argmax", "tanh"))
-    pair = torch.empty(2, 512, 4096, dtype=torch.bfloat16, device="cuda")
-    part = torch.ones(512, 4096, device="cuda")
-    add = triton_add_residual_ if implementation is triton_rows_ else torch_add_residual_
 
     def both():
         implementation(*args, stats=True, grad=True, **options)
         implementation(*args, stats=False, grad=True, **options)
-        add(*pair, part, first=True)
-        add(*pair, part)
 
     both()  # compile outside
     torch.cuda.synchronize()

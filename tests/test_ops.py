@@ -487,16 +487,6 @@ class TestPrecision:
         ]
         assert errors[1] < 1.05 * errors[0]
 
-    def test_residual_holds_the_digits(self):
-        """What the 16-bit pair holds is near the float32 sum: a sum of 64 ones times 1/256 beside 1 isn't lost."""
-        total, residual = torch.empty(1, 4, dtype=torch.bfloat16), torch.empty(1, 4, dtype=torch.bfloat16)
-        a, b = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 4, dtype=torch.bfloat16)
-        runtime._accumulate_pair_(total, residual, a, b, True, "fallback")
-        for _ in range(64):
-            runtime._accumulate_pair_(total, residual, a / 256, b, False, "fallback")
-        assert torch.equal(total.float() + residual.float(), torch.full((1, 4), 1.25))
-        assert torch.equal(total.float(), torch.full((1, 4), 1.25))
-
 
 class TestRowProgram:
     def test_text_round_trip(self):
@@ -825,15 +815,34 @@ def test_every_path_accumulates(path, monkeypatch):
     torch.testing.assert_close(dweight, torch.einsum("icv,ich->vh", slab, h))
 
 
-def test_the_residual_path_accumulates(monkeypatch):
+@pytest.mark.parametrize("aligned", [False, True])  # whether V's rest after its last multiple of 8 is its own block
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("R", [1, 63, 64, 65, 200, 257])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_dweight_in_two_float32_halves_is_rounded_once(dtype, R, transposed, aligned, monkeypatch):
+    """And in place: what is returned has the layout of the weight, in a storage of its size but for the padding."""
     monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1000)  # several blocks
-    slab, h = torch.randn(3, 20, 50).bfloat16(), torch.randn(3, 20, 7).bfloat16()
-    total, residual = torch.full((2, 50, 7), float("nan"), dtype=torch.bfloat16)
-    for i in range(3):
-        runtime._accumulate_pair_(total, residual, slab[i].t(), h[i], i == 0, "fallback")
-    want = torch.einsum("icv,ich->vh", slab.double(), h.double())
-    assert error(total.double() + residual.double(), want) < 2e-5
-    assert error(total, want) < 2**-8
+    S, gen = 23, torch.Generator().manual_seed(R)
+    stored = torch.empty(R, S, dtype=dtype)
+    weight = stored.t() if transposed else stored
+    V, H = weight.shape
+    cut = V // 8 * 8
+    blocks = [slice(0, cut), slice(cut, V)] if aligned and V > 8 else [slice(0, V)]
+    gradient = runtime._WeightGradient(weight, torch.float32, "fallback")
+    for held in gradient.held:
+        held.fill_(float("nan"))
+    want = torch.zeros(V, H, dtype=torch.float64)
+    for i, rows in enumerate((20, 20, 5)):
+        # numbers whose sums float32 holds exactly, and the 16-bit dtypes don't
+        slab, h = (torch.randint(-127, 128, (rows, n), generator=gen).to(dtype) for n in (V, H))
+        h /= 64
+        gradient.add(slab, h, blocks, first=i == 0)
+        want += slab.double().t() @ h.double()
+    got = gradient.result()
+    assert got.dtype == dtype and torch.equal(got, want.to(dtype))
+    assert not torch.equal(got.double(), want)
+    assert got.stride() == torch.empty_like(weight).stride()
+    assert got.untyped_storage().nbytes() <= R * S * 2 + 2 * 64 * S * 2
 
 
 @pytest.mark.parametrize("V", [16, 23, 8, 7, 64, 203, 128257])

@@ -57,7 +57,7 @@ class _Group:
         if self.class_weight is not reader.class_weight and self.want.zsum + reader.want.zsum:
             return False  # zsum is weighted or not
         both = ours if theirs == nothing else theirs
-        if any(n is not None and position[n] > position[self.at] for n in both[:2]):
+        if any(n is not None and position[n] >= position[self.at] for n in both[:2]):
             return False
         self.target, self.class_weight, self.ignore_index = both
         self.want = Want(*map(max, self.want, reader.want))
@@ -67,20 +67,20 @@ class _Group:
 
 def rewrite(graph: torch.fx.Graph) -> None:
     """Rewrite every head that can be proved safe; leave the others as they are, and say why."""
-    sites: dict[Node, tuple[Head, list[Site]]] = {}
+    sites: list[Site] = []
+    heads: dict[Node, tuple[Head, list[Site]]] = {}
     for node in graph.nodes:
         if node.op in ("call_function", "call_method") and node.target in anchors.LOSSES:
-            site = Site(where(node), anchors.describe(node))
+            sites.append(site := Site(where(node), anchors.describe(node)))
             try:
                 head = head_of(anchors.logits_of(node))
             except Refused as refused:
                 site.reason, site.detail = refused.reason, refused.detail
-                record(site)
             else:
-                sites.setdefault(head.node, (head, []))[1].append(site)
-    changes = Changes(graph) if sites else None
+                heads.setdefault(head.node, (head, []))[1].append(site)
+    changes = Changes(graph) if heads else None
     written: dict[Node, Node] = {}  # what became of readers
-    for head, losses in sites.values():
+    for head, losses in heads.values():
         head = head.with_nodes(written)
         try:
             for site in losses:
@@ -94,9 +94,9 @@ def rewrite(graph: torch.fx.Graph) -> None:
             chunk_size = _replace(head, groups, changes, written)
             for site in losses:
                 site.chunk_size = chunk_size
-        for site in losses:
-            record(site)
-    if sites:
+    for site in sites:
+        record(site)
+    if written:
         graph.lint()
 
 
@@ -210,15 +210,17 @@ def _check_grad_mode(head: Head, group: _Group, position: dict[Node, int]) -> No
     graded = [reader for reader in group.readers if not _detached(reader)]
     if not graded:
         return  # its results are detached
+    graph = head.node.graph
     nodes = [*head.seen, head.node, *(n for r in graded for n in (*r.place.links, *r.inner, r.node))]
-    if not same_grad_mode(nodes, head.node.graph):
+    if not same_grad_mode(nodes, graph):
         raise Refused(Reason.GRAD_MODE)
     for at in (group.at, *switches_before(group.at)):
-        if not same_grad_mode([head.node, at], head.node.graph):
+        if not same_grad_mode([head.node, at], graph):
             continue
-        for place in (reader.place for reader in graded):
-            before = [head.node, group.target, group.class_weight, place.shift, *place.factors, *place.links]
-            if all(n is None or position[n] < position[at] for n in before):
+        for place in (reader.place for reader in group.readers):
+            before = [group.target, group.class_weight, place.shift, *place.factors, *place.links, head.node]
+            ready = all(n is None or position[n] < position[at] for n in before)
+            if ready and same_grad_mode([head.node, *place.links], graph):
                 group.place, group.at = place, at
                 return
     raise Refused(Reason.GRAD_MODE)
@@ -265,8 +267,10 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     logits = value(head.node)
     V, classes, H = logits.shape[-1], value(group.place.node).shape[-1], value(h).shape[-1]
 
+    flat = value(h).dim() == 2
+
     def statistics(h, weight, bias, shift, factors, target, class_weight):
-        h = h.reshape(-1, H)
+        h = h if flat else h.reshape(-1, H)
         weight = weight.t() if head.transposed else weight
         if classes < V:
             weight, bias = weight[:classes], None if bias is None else bias[:classes]
@@ -284,7 +288,18 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     # labels may be what another reader (an argmax) made
     target, class_weight = (written.get(n, n) for n in (group.target, group.class_weight))
     shift, factors = written.get(group.place.shift, group.place.shift), [written.get(n, n) for n in group.place.factors]
-    stats = write(group.at, statistics, h, head.weight, head.bias, shift, factors, target, class_weight)
+    stats = write(
+        group.at,
+        statistics,
+        h,
+        head.weight,
+        head.bias,
+        shift,
+        factors,
+        target,
+        class_weight,
+        source=group.readers[0].node,
+    )
     for reader in group.readers:
         shape = value(reader.node).shape
         # a size that isn't a number is read from the hidden states of the rows

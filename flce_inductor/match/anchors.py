@@ -177,7 +177,7 @@ def _gather(node: Node, place: Place) -> Reader | None:
     if not is_last(given["dim"], before) or index.dtype != torch.int64:
         return None
     lead = list(before.shape[:-1])
-    if not same(index.shape, [*lead, 1]):
+    if not same(index.shape, [*lead, 1], guard=True):
         return None
     sign = place.sign
     if place.kind == "logp":

@@ -204,6 +204,8 @@ def follow(place: Place, node: Node) -> Place:
     before, after = value(place.node), value(node)
     if "out" in node.kwargs:
         raise Refused(Reason.LINK, f"{called} with out=")
+    if before.dim() and not isinstance(before.shape[-1], int):
+        raise Refused(Reason.UNKNOWN_SHAPE, "V is dynamic")
     whole = before.dim() > 0 and after.dim() > 0
     if whole:
         V, last = before.shape[-1], after.shape[-1]
@@ -311,15 +313,16 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
             raise refused
         does, other = "mul", 1.0 / other
     if does == "mul":
-        if other == 0:
+        if not 1e-30 < abs(other * (cap if function else scale)) < 1e30:  # neither 0 nor infinite in float32
             raise refused
         changed = Epilogue(function, scale, shift, cap * other) if function else Epilogue("", scale * other, shift, cap)
         return dataclasses.replace(here, epilogue=changed)
-    if function or here.factors:
+    if function:
         raise refused
-    return dataclasses.replace(
-        here, epilogue=Epilogue("", scale, shift + (other if does == "add" else -other) / scale, cap)
-    )
+    shift += (other if does == "add" else -other) / scale
+    if abs(shift) > 1e30:
+        raise refused
+    return dataclasses.replace(here, epilogue=Epilogue("", scale, shift, cap))
 
 
 def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: Refused) -> Place:
@@ -327,7 +330,8 @@ def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: R
     tensor = value(other)
     untouched = here.epilogue == IDENTITY and here.shift is None
     if does in ("mul", "div") and first and tensor.dim() == 0 and tensor.is_floating_point() and untouched:
-        if does == "mul":
+        # the hidden states are multiplied by it, and might overflow in float16 where the logits don't
+        if does == "mul" and tensor.device == value(here.node).device and value(here.node).dtype != torch.float16:
             return dataclasses.replace(here, factors=(*here.factors, other))
         raise refused
     V = value(here.node).shape[-1]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 from torch.fx.node import Node, map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -124,10 +124,11 @@ def _memories(node: Node) -> list[tuple[int, int]]:
     return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether sizes are equal for certain; asking does not add a guard."""
+def same(a: Any, b: Any, guard: bool = False) -> bool:
+    """Whether sizes are equal for certain; with guard also if they are now: the graph is then for such sizes only."""
+    known = guard_or_false if guard else statically_known_true
     a, b = list(a), list(b)
-    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
 
 
 def forward_mode(graph: torch.fx.Graph) -> bool:
@@ -211,11 +212,11 @@ class Changes:
                 raise Refused(Reason.MUTATION, "by an operation that is not recognised")
 
 
-def write(before: Node, code: Callable[..., Any], *args: Any) -> Node:
+def write(before: Node, code: Callable[..., Any], *args: Any, source: Node | None = None) -> Node:
     """Write ordinary torch code into the graph, in front of a node; args are nodes or constants of code.
 
-    The new nodes have example values, as the passes and caches that follow expect, and `before`'s place in the user's
-    code.
+    The new nodes have example values, as the passes and caches that follow expect, and the place in the user's code of
+    `source`, or else of `before`.
     """
     graph = before.graph
     last = before.prev
@@ -228,7 +229,7 @@ def write(before: Node, code: Callable[..., Any], *args: Any) -> Node:
             target = getattr(torch.Tensor, last.target) if last.op == "call_method" else last.target
             values = map_arg((last.args, last.kwargs), lambda n: n.meta["example_value"])
             last.meta["example_value"] = target(*values[0], **values[1])
-            last.meta["stack_trace"] = before.meta.get("stack_trace")
+            last.meta["stack_trace"] = (source or before).meta.get("stack_trace")
     return result
 
 
