@@ -87,7 +87,7 @@ class TestSwitches:
         original = flce_inductor.ops.runtime.run
 
         def spy(*args, **kwargs):
-            seen.append(kwargs["chunk_size"])
+            seen.append(args[5].chunk_size)
             return original(*args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -833,6 +833,450 @@ class TestOverLogitsInPlace:
         for in_place in (False, True):
             for _ in range(2):  # the first builds the kernels
                 z = logits.detach().clone().requires_grad_()
+                loss = cross_entropy(z, target, in_place_backward=in_place)
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                torch.autograd.grad(loss, z)
+                peak = torch.cuda.max_memory_allocated() - before
+                del loss, z
+            peaks.append(peak)
+        assert peaks[1] < 0.25 * size and peaks[0] >= 0.95 * size
+
+    @pytest.mark.parametrize("retain_graph", [False, True])
+    def test_runs_once(self, reduction, retain_graph):
+        h, weight, _, target = problem()
+        loss = linear_cross_entropy(h, weight, target, reduction=reduction, in_place_backward=True).sum()
+        loss.backward(retain_graph=retain_graph)
+        before = weight.grad.clone()
+        with pytest.raises(RuntimeError, match="in_place_backward=True.*in_place_backward=False"):
+            loss.backward()
+        assert torch.equal(weight.grad, before)
+
+    def test_slices_are_a_second_backward(self):
+        h, weight, _, target = problem()
+        loss = linear_cross_entropy(h, weight, target, reduction="none", in_place_backward=True)
+        loss[0].sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="in_place_backward"):
+            loss[1].sum().backward()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("weight_dtype", ["same", torch.float32])
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_gradients_are_what_the_forward_made(self, dtype, weight_dtype, in_place, monkeypatch):
+        """In place, .grad is the tensor that the loop wrote, not a copy, because nothing else holds it."""
+        made, original = [], runtime.run
+
+        def run(*args, **kwargs):
+            out = original(*args, **kwargs)
+            made.extend(x.data_ptr() for x in out[1][:3])
+            return out
+
+        monkeypatch.setattr(runtime, "run", run)
+        h, weight, bias, target = problem(dtype)
+        weight = weight if weight_dtype == "same" else weight.detach().to(weight_dtype).requires_grad_()
+        loss = linear_cross_entropy(h, weight, target, linear_bias=bias, in_place_backward=in_place)
+        loss.backward()
+        assert [x.grad.data_ptr() == p for x, p in zip((h, weight, bias), made, strict=True)] == [in_place] * 3
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_allocations_of_the_backward(self, dtype, in_place, monkeypatch):
+        """The default's backward allocates one [V, H]; in place none."""
+        monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1 << 10)
+        V, H = 512, 24
+        h, weight, _, target = problem(dtype, H=H, V=V)
+        with Allocations(h, weight, target) as forward:
+            loss = linear_cross_entropy(h, weight, target, in_place_backward=in_place)
+        assert forward.sizes.count(V * H) == 1
+        with Allocations(h, weight, target, *forward.keep) as backward:
+            torch.autograd.grad(loss, (h, weight))
+        assert backward.sizes.count(V * H) == (0 if in_place else 1)
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("feature", ["class weight", "z-loss", "everything", "ignored class"])
+    def test_features(self, feature, reduction):
+        """Dynamo and AOTAutograd take it whole; aot_eager runs the ops as they are."""
+        feature = FEATURES[feature]
+        *inputs, target = problem()
+        target, kwargs = labels_for(feature, target), feature | dict(reduction=reduction)
+        upstream = upstream_of(reduction, target)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def ours(h, w, b):
+            return linear_cross_entropy(h, w, target, linear_bias=b, chunk_size=CHUNK, **kwargs)
+
+        got = grads(ours, inputs, upstream)
+        same(got, grads(lambda h, w, b: reference(h, w, b, target, **kwargs), inputs, upstream))
+
+    def test_learned_scale(self):
+        h, weight, bias, target = problem()
+        inputs = [h, weight, bias, torch.tensor(1.3, dtype=torch.float64)]
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def ours(h, w, b, s):
+            return linear_cross_entropy(h, w, target, linear_bias=b, logit_scale=s, softcap=2.0)
+
+        want = grads(lambda h, w, b, s: reference(h, w, b, target, logit_scale=s, softcap=2.0), inputs)
+        same(grads(ours, inputs), want)
+
+    def test_autocast(self):
+        *inputs, target = problem(torch.float32)
+
+        def ours(h, w, b):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return linear_cross_entropy(h, w, target, linear_bias=b)
+
+        same(grads(torch.compile(ours, fullgraph=True, backend="aot_eager"), inputs), grads(ours, inputs))
+
+    @pytest.mark.parametrize("backend", ["inductor", "flce_inductor"])
+    def test_takes_one_pass(self, backend, monkeypatch):
+        calls = calls_of_run(monkeypatch)
+        *inputs, target = problem(torch.float32)
+        args = dict(label_smoothing=0.1, z_loss=1e-2)
+        fn = torch.compile(
+            lambda h, w, b: linear_cross_entropy(h, w, target, linear_bias=b, **args), fullgraph=True, backend=backend
+        )
+        got = grads(fn, inputs)
+        assert len(calls) == 1 and all(calls[0]["needs"])
+        want = grads(lambda h, w, b: reference(h, w, b, target, **args), [x.double() for x in inputs])
+        same(got, [x.float() for x in want], rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("backend", ["inductor", "flce_inductor"])
+    def test_loss_per_token(self, backend):
+        *inputs, target = problem(torch.float32)
+        kwargs = dict(reduction="none", weight=class_weights(dtype=torch.float32), softcap=2.0)
+        fn = torch.compile(
+            lambda h, w, b: linear_cross_entropy(h, w, target, linear_bias=b, **kwargs), fullgraph=True, backend=backend
+        )
+        exact = kwargs | {"weight": kwargs["weight"].double()}
+        want = grads(lambda h, w, b: reference(h, w, b, target, **exact), [x.double() for x in inputs])
+        same(grads(fn, inputs), [x.float() for x in want], rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_in_place_backward(self, reduction):
+        """A second backward is right: nothing could raise, so nothing is overwritten."""
+        h, weight, _, target = problem()
+
+        @torch.compile(fullgraph=True, backend="inductor")
+        def ours(h, w):
+            return linear_cross_entropy(h, w, target, reduction=reduction, in_place_backward=True)
+
+        want = grads(lambda h, w: reference(h, w, None, target, reduction=reduction), [h, weight], 1.0)[1:]
+        # by default a compiled backward frees what it may overwrite
+        with torch._functorch.config.patch(donated_buffer=False):
+            loss = ours(h, weight).sum()
+            same(torch.autograd.grad(loss, (h, weight), retain_graph=True), want)
+            same(torch.autograd.grad(loss, (h, weight)), want)
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_cross_entropy(self, reduction):
+        """Over logits: its kernel runs between two graphs."""
+        *inputs, target = problem()
+        kwargs = dict(reduction=reduction, softcap=2.0, label_smoothing=0.1, z_loss=1e-2)
+        upstream = upstream_of(reduction, target)
+        fn = torch.compile(lambda h, w, b: cross_entropy(F.linear(h, w, b), target, **kwargs) * 2, backend="aot_eager")
+        want = grads(lambda h, w, b: reference(h, w, b, target, **kwargs) * 2, inputs, upstream)
+        same(grads(fn, inputs, upstream), want)
+
+
+WRONG_ARGUMENTS = [
+    ({"reduction": "max"}, ValueError, "reduction.*mean, sum, none"),
+    ({"reduction": None}, ValueError, "reduction.*mean, sum, none"),
+    ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be between 0.0 and 1.0.*1.5"),
+    ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be between"),
+    ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be between"),
+    ({"softcap": 0.0}, ValueError, "softcap=0.0.*above 0"),
+    ({"softcap": -3.0}, ValueError, "softcap=-3.0"),
+    ({"weight": torch.ones(36, dtype=torch.float64)}, RuntimeError, "class weight.*36"),
+]
+WRONG_ARGUMENTS_LINEAR = [
+    ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+    ({"chunk_size": True}, ValueError, "chunk_size=True"),
+    ({"chunk_size": 1.0}, ValueError, "chunk_size=1.0"),
+    ({"accum_dtype": "bf16"}, ValueError, "accum_dtype='bf16'.*'param'"),
+    ({"accum_dtype": torch.float32}, ValueError, "accum_dtype=torch.float32.*'param'"),
+]
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(("kwargs", "error", "match"), WRONG_ARGUMENTS + WRONG_ARGUMENTS_LINEAR)
+    def test_wrong_arguments(self, kwargs, error, match):
+        h, weight, _, target = problem()
+        with pytest.raises(error, match=match):
+            linear_cross_entropy(h, weight, target, **kwargs)
+
+    @pytest.mark.parametrize(("kwargs", "error", "match"), WRONG_ARGUMENTS)
+    def test_wrong_arguments_over_logits(self, kwargs, error, match):
+        h, weight, _, target = problem()
+        with pytest.raises(error, match=match):
+            cross_entropy(F.linear(h, weight), target, **kwargs)
+
+    def test_wrong_tensors(self):
+        h, weight, bias, target = problem()
+        with pytest.raises(IndexError, match="Target 37 is out of bounds"):
+            linear_cross_entropy(h, weight, torch.full_like(target, 37))
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            linear_cross_entropy(h[..., :5], weight, target)
+        with pytest.raises(RuntimeError, match=r"target of shape \(3, 20\), got \(2, 20\)"):
+            linear_cross_entropy(h, weight, target[:2])
+        with pytest.raises(RuntimeError, match=r"target of shape \(3, 20\), got \(20, 3\)"):
+            linear_cross_entropy(h, weight, target.t())  # as many labels, of other rows
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear_cross_entropy(h, weight.float(), target)
+        with pytest.raises(RuntimeError, match="int64"):
+            linear_cross_entropy(h, weight, target.int())
+        with pytest.raises(RuntimeError, match="bias"):
+            linear_cross_entropy(h, weight, target, linear_bias=bias[:5])
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("label", [37, -1, 10**9])
+    @pytest.mark.parametrize("kwargs", [{}, {"weight": class_weights(), "label_smoothing": 0.1, "z_loss": 0.1}])
+    def test_label_out_of_range(self, reduction, label, kwargs):
+        h, weight, _, target = problem()
+        target[2, 3] = label
+        for call in (
+            lambda: linear_cross_entropy(h, weight, target, reduction=reduction, **kwargs),
+            lambda: cross_entropy(F.linear(h, weight), target, reduction=reduction, **kwargs),
+        ):
+            with pytest.raises(IndexError, match=str(label)):
+                call()
+
+    def test_wrong_tensors_over_logits(self):
+        h, weight, _, target = problem()
+        logits = F.linear(h, weight)
+        with pytest.raises(RuntimeError, match=r"target of shape \(3, 20\), got \(2, 20\)"):
+            cross_entropy(logits, target[:2])
+        with pytest.raises(RuntimeError, match=r"target of shape \(3, 20\), got \(20, 3\)"):
+            cross_entropy(logits, target.t())
+        with pytest.raises(RuntimeError, match="int64"):
+            cross_entropy(logits, target.int())
+        with pytest.raises(RuntimeError, match="floating"):
+            cross_entropy(logits.long(), target)
+        with pytest.raises(TypeError, match="logit_scale"):
+            cross_entropy(logits, target, logit_scale=torch.tensor(2.0))
+
+
+def over_logits(shape=(60,), V=37, dtype=torch.float64, requires_grad=True):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(*shape, V)).to(dtype).requires_grad_(requires_grad)
+    target = torch.randint(V, shape)
+    target.view(-1)[::7] = -100
+    return logits, target
+
+
+class TestOverLogits:
+    @pytest.mark.parametrize("shape", [(60,), (3, 20)], ids=["2-D", "3-D"])
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("feature", [{}, *FEATURES.values()], ids=["plain", *FEATURES.keys()])
+    def test_features(self, feature, reduction, shape):
+        logits, target = over_logits(shape)
+        target, kwargs = labels_for(feature, target), feature | dict(reduction=reduction)
+        upstream = upstream_of(reduction, target)
+        got = grads(lambda z: cross_entropy(z, target, **kwargs), [logits], upstream)
+        same(got, grads(lambda z: loss_of(z, target, **kwargs), [logits], upstream))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("feature", [{}, FEATURES["everything"]], ids=["plain", "everything"])
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    def test_other_dtypes(self, dtype, feature, reduction):
+        """The loss to the last digit of its dtype, and each element of the gradient rounded once."""
+        logits, target = over_logits(dtype=dtype)
+        target = labels_for(feature, target)
+        kwargs = feature | dict(reduction=reduction, loss_dtype=torch.float32)
+        (got, dz), (want, exact) = (
+            grads(lambda z: cross_entropy(z, target, **kwargs), [logits]),
+            grads(lambda z: loss_of(z, target, **feature, reduction=reduction), [logits.double()]),
+        )
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        assert dz.dtype == dtype
+        # atol: cancellation at the label in float32, and float16's least number
+        torch.testing.assert_close(dz.double(), exact, rtol=torch.finfo(dtype).eps * 0.6 + 1e-5, atol=5e-7)
+        loss = cross_entropy(logits, target, **feature, reduction=reduction)
+        assert loss.dtype == dtype and torch.equal(loss, got.to(dtype))
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    def test_backward_twice(self, reduction):
+        logits, target = over_logits()
+        loss = cross_entropy(logits, target, reduction=reduction, label_smoothing=0.1).sum()
+        before = logits.detach().clone()
+        loss.backward(retain_graph=True)
+        once = logits.grad.clone()
+        (loss * 2).backward()
+        torch.testing.assert_close(logits.grad, 3 * once)
+        assert torch.equal(logits, before)
+        same([once], grads(lambda z: loss_of(z, target, reduction=reduction, label_smoothing=0.1), [logits], 1.0)[1:])
+
+    def test_slices_of_the_loss_per_token(self):
+        logits, target = over_logits((3, 20))
+        loss = cross_entropy(logits, target, reduction="none")
+        for i in range(3):
+            (loss[i, i::3] * (i + 1)).sum().backward(retain_graph=i < 2)
+        z = logits.detach().requires_grad_()
+        want = loss_of(z, target, reduction="none")
+        sum((want[i, i::3] * (i + 1)).sum() for i in range(3)).backward()
+        torch.testing.assert_close(logits.grad, z.grad)
+
+    @pytest.mark.parametrize("layout", ["strided", "expanded", "transposed", "negative sum"])
+    def test_layouts_of_the_upstream_gradient(self, layout):
+        logits, target = over_logits((4, 15))
+        upstream = {
+            "strided": torch.randn(4, 30, dtype=torch.float64)[:, ::2],
+            "expanded": torch.randn(4, 1, dtype=torch.float64).expand(4, 15),
+            "transposed": torch.randn(15, 4, dtype=torch.float64).t(),
+            "negative sum": torch.tensor(-2.0, dtype=torch.float64).expand(4, 15),
+        }[layout]
+        args = dict(reduction="none", label_smoothing=0.1, z_loss=0.1)
+        got = torch.autograd.grad(cross_entropy(logits, target, **args), logits, upstream)
+        want = torch.autograd.grad(loss_of(logits, target, **args), logits, upstream)
+        same(got, want)
+
+    @pytest.mark.parametrize(
+        "layout", ["class dimension moved", "sliced classes", "sliced rows", "expanded rows", "batch transposed"]
+    )
+    def test_layouts_of_the_logits(self, layout):
+        base, target = over_logits((4, 15))
+
+        def view(z):
+            return {
+                "class dimension moved": lambda: z.transpose(1, 2).contiguous().transpose(1, 2),
+                "sliced classes": lambda: z[..., :31],
+                "sliced rows": lambda: z[:, ::2],
+                "expanded rows": lambda: z[:, :1].expand(4, 15, 37),
+                "batch transposed": lambda: z.transpose(0, 1),
+            }[layout]()
+
+        target = {"sliced rows": target[:, ::2], "batch transposed": target.t()}.get(layout, target).clamp(max=30)
+        assert layout == "expanded rows" or not view(base).is_contiguous()
+        got = grads(lambda z: cross_entropy(view(z), target), [base])
+        same(got, grads(lambda z: loss_of(view(z), target), [base]))
+
+    def test_logits_that_others_read(self):
+        """The default neither changes them nor hands out a gradient that shares memory with them."""
+        logits, target = over_logits()
+        hidden = logits * 1.0
+        loss = cross_entropy(hidden, target) + hidden.square().mean()
+        loss.backward()
+        want = grads(lambda z: loss_of(z, target) + z.square().mean(), [logits], 1.0)
+        same([loss.detach(), logits.grad], want)
+
+    @pytest.mark.parametrize("changed", ["logits", "class weight", "target"])
+    def test_what_is_saved_must_not_change(self, changed):
+        logits, target = over_logits()
+        z, u = logits * 1.0, class_weights()
+        loss = cross_entropy(z, target, weight=u, label_smoothing=0.1)
+        with torch.no_grad():
+            {"logits": z, "class weight": u, "target": target}[changed].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @features
+    def test_all_ignored(self, feature, reduction):
+        logits, target = over_logits()
+        target[:] = feature.get("ignore_index", -100)
+        loss = cross_entropy(logits, target, reduction=reduction, **feature)
+        assert loss.isnan().all() if reduction == "mean" else not loss.any()
+        loss.sum().backward()
+        # torch's own gradient of a mean over nothing with label smoothing is NaN; the linear form's is 0
+        assert not logits.grad.any()
+
+    def test_no_rows(self):
+        logits, target = over_logits((0, 5))
+        assert cross_entropy(logits, target).isnan()
+        assert cross_entropy(logits, target, reduction="none").shape == (0, 5)
+        cross_entropy(logits, target, reduction="sum").backward()
+        assert logits.grad.shape == (0, 5, 37)
+
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    def test_second_derivative_is_refused(self, reduction):
+        logits, target = over_logits()
+        (dz,) = torch.autograd.grad(cross_entropy(logits, target, reduction=reduction).sum(), logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dz.sum().backward()
+
+    def test_in_place_backward_needs_triton(self):
+        logits, target = over_logits()
+        with pytest.raises(ValueError, match="in_place_backward=True needs a device with Triton.*cpu"):
+            cross_entropy(logits, target, in_place_backward=True)
+
+    def test_no_grad(self):
+        logits, target = over_logits()
+        with torch.no_grad():
+            loss = cross_entropy(logits, target, z_loss=0.1)
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, loss_of(logits, target, z_loss=0.1).detach())
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_one_allocation_of_the_logits_size(self, dtype):
+        """None in the forward, the gradient in the backward; the rest are blocks that fit into a cache."""
+        N, V = 1024, 8192
+        logits, target = over_logits((N,), V, dtype)
+        with Allocations(logits, target) as forward:
+            loss = cross_entropy(logits, target, label_smoothing=0.1)
+        assert max(forward.sizes) <= N * V / 4
+        with Allocations(logits, target, *forward.keep) as backward:
+            (grad,) = torch.autograd.grad(loss, logits)
+        assert backward.sizes.count(N * V) == 1 and grad.shape == (N, V)
+        assert max(size for size in backward.sizes if size != N * V) <= N * V / 4
+
+
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class TestOverLogitsInPlace:
+    """On a card by the Triton kernel; on the CPU, let in for once, by the torch one, which shows the bookkeeping."""
+
+    N, V = 256, 4000
+
+    @pytest.fixture(params=["cpu", pytest.param("cuda", marks=CUDA)], autouse=True)
+    def device(self, request, monkeypatch):
+        self.device = request.param
+        if self.device == "cpu":
+            monkeypatch.setattr(kernels, "_triton", lambda *args, **kwargs: False)
+            monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
+
+    def problem(self, dtype=torch.bfloat16):
+        logits, target = over_logits((self.N,), self.V, dtype)
+        return logits.detach().to(self.device).requires_grad_(), target.to(self.device)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("kwargs", [{}, dict(label_smoothing=0.1, z_loss=1e-3, softcap=20.0)])
+    def test_equals_the_default(self, dtype, reduction, kwargs):
+        logits, target = self.problem(dtype)
+        found = []
+        for in_place in (False, True):
+            z = logits.detach().clone().requires_grad_()
+            loss = cross_entropy(z * 1, target, reduction=reduction, in_place_backward=in_place, **kwargs)
+            loss.sum().backward()
+            found.append((loss.detach(), z.grad))
+        for default, in_place in zip(*found, strict=True):
+            assert torch.equal(default, in_place)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_no_allocation_in_the_backward(self, dtype):
+        logits, target = self.problem(dtype)
+        with Allocations(logits, target) as forward:
+            loss = cross_entropy(logits, target, in_place_backward=True)
+        with Allocations(logits, target, *forward.keep) as backward:
+            (grad,) = torch.autograd.grad(loss, logits)
+        assert grad.data_ptr() == logits.data_ptr()
+        # the torch kernel converts 16 bits block by block, here in one block
+        if not (self.device == "cpu" and dtype.itemsize == 2):
+            assert max(backward.sizes) <= self.N * self.V / 4
+
+    def test_peak_memory_of_the_backward(self):
+        if self.device == "cpu":
+            pytest.skip("the CPU has no allocator that counts")
+        logits, target = self.problem()
+        size = logits.numel() * logits.element_size()
+        peaks = []
+        for in_place in (False, True):
+            for _ in range(2):  # the first builds the kernels
+                z = logits.detach().clone().requires_grad_()
                 loss = cross_entropy(z * 1, target, in_place_backward=in_place)
                 torch.cuda.synchronize()
                 before = torch.cuda.memory_allocated()
