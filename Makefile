@@ -47,9 +47,10 @@ $(VENV)/.stamp-demo: pyproject.toml $(TORCH_STAMP)
 	$(PIP) -e '.[demo]'
 	touch $@
 
+# One thread: the tests' tensors are small, and threads that wait for each other make them minutes slower.
 test: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)

@@ -39,19 +39,15 @@ class _OnePass(torch.autograd.Function):
         nll, top, logsum, zsum, _, _, *grads, unscale = torch.ops.flce_inductor.row_stats_with_grads(
             h, weight, target, bias, class_weight, *given, row_inputs, program, *how, want, needs
         )
-        ctx.needs, ctx.in_place, ctx.used, ctx.grads = needs, in_place, False, None
-        if in_place:  # nothing may hold them beside the backward, or autograd would copy them to .grad
-            ctx.grads = (*grads, unscale)
-        else:
-            ctx.save_for_backward(*grads, unscale)
+        ctx.needs, ctx.in_place, ctx.used = needs, in_place, False
+        ctx.save_for_backward(*grads, unscale)
         return loss(nll, top + logsum, zsum, target, class_weight, V)
 
     @staticmethod
     def backward(ctx, grad_output):
         if ctx.in_place:
             _use_once(ctx)
-        *grads, unscale = ctx.grads if ctx.in_place else ctx.saved_tensors
-        ctx.grads = None
+        *grads, unscale = ctx.saved_tensors
         factor = grad_output * unscale
         dh, dweight, dbias = (
             runtime.scaled(grad, factor, out=grad if ctx.in_place else None) if need else None

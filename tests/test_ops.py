@@ -635,6 +635,15 @@ class TestBadInput:
         for three in (grads, backward(head, stats, g)):
             assert not three.dh.any() and not three.dweight.any() and not three.dbias.any()
 
+    def test_cotangents_of_ignored_rows_do_not_choose_the_scale(self):
+        """A large finite one would leave no digits to the rows that count."""
+        head = problem(N=400, H=32, V=301, dtype=torch.float16)
+        g = torch.rand(400)
+        _, want = reference(head, Cotangents(g))
+        _, grads, unscale = with_grads(head, Cotangents(torch.where(head.target == -100, 1e8, g)))
+        for grad, expected in zip(grads, want, strict=True):
+            assert error(grad.double() * unscale.double(), expected) < 4e-3
+
     @pytest.mark.parametrize("wrong", ["hidden", "rows", "bias", "class weight", "dtype"])
     def test_shapes_that_do_not_fit(self, wrong):
         head = problem(class_weight=True)
