@@ -7,6 +7,7 @@
 | max_slab_bytes | None | cap on the slab, the one buffer of chunk_size x V logits; None: device memory / 128 |
 | accum_dtype | "auto" | dtype the weight gradient accumulates in: "param", "float32", or "auto" (see ops.py) |
 | min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
+| min_vocab_size | 128 | a head with fewer classes is left alone: its logits are no wider than a GEMM's tile |
 
 A wrong value raises ValueError that names the key, the value and what is allowed.
 """
@@ -14,6 +15,7 @@ A wrong value raises ValueError that names the key, the value and what is allowe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Optional
 
 import torch
@@ -40,6 +42,10 @@ def check_count(value: object, name: str, *, least: int = 1, optional: bool = Tr
         raise ValueError(f"{name}={value!r}: allowed is {allowed}")
 
 
+def _check_least(value: object, key: str) -> None:
+    check_count(value, f"{PREFIX}.{key}", least=0, optional=False)
+
+
 def _check_bool(value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{PREFIX}.enable={value!r}: allowed are True and False")
@@ -54,6 +60,7 @@ class Settings:
     max_slab_bytes: int | None = None
     accum_dtype: str = "auto"
     min_logits_bytes: int = 64 << 20
+    min_vocab_size: int = 128
 
 
 @torch.compiler.assume_constant_result
@@ -75,10 +82,9 @@ def install() -> None:
             "chunk_size": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.chunk_size")),
             "max_slab_bytes": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.max_slab_bytes")),
             "accum_dtype": (str, defaults.accum_dtype, check_accum_dtype),
-            "min_logits_bytes": (
-                int,
-                defaults.min_logits_bytes,
-                lambda v: check_count(v, f"{PREFIX}.min_logits_bytes", least=0, optional=False),
-            ),
+            **{
+                key: (int, getattr(defaults, key), functools.partial(_check_least, key=key))
+                for key in ("min_logits_bytes", "min_vocab_size")
+            },
         },
     )

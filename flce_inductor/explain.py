@@ -76,8 +76,8 @@ class Reason(enum.Enum):
         "use the out-of-place operation",
     )
     TOO_SMALL = (
-        "the logits are smaller than flce_inductor.min_logits_bytes, so there is nothing to gain",
-        "lower flce_inductor.min_logits_bytes to rewrite it all the same",
+        "the logits are smaller than flce_inductor.min_logits_bytes or min_vocab_size, so there is nothing to gain",
+        "lower that key to rewrite it all the same",
     )
     UNKNOWN_SHAPE = (
         "the graph does not say the shape or dtype of a tensor that takes part",

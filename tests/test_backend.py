@@ -1,5 +1,6 @@
 """The ways in: backend name, options, config keys, and the passes that the user has set."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ import flce_inductor
 from flce_inductor import _compat, backend
 
 KEYS = inductor_config.flce_inductor
-SMALL = {"flce_inductor.min_logits_bytes": 0}
+SMALL = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.min_vocab_size": 0}
 
 
 def loss_fn(h, weight, target):
@@ -72,15 +73,16 @@ class TestSwitches:
         with pytest.raises(Exception, match="no_such_key"):
             rewrites(backend="flce_inductor", options={"no_such_key": 1})
 
-    def test_no_import_needed(self):
+    def test_no_import_needed(self, tmp_path):
         code = (
             "import torch, torch.nn.functional as F\n"
             "f = torch.compile(lambda h, w, t: F.cross_entropy(h @ w.t(), t), backend='flce_inductor',"
             " options={'flce_inductor.min_logits_bytes': 0})\n"
-            "f(torch.randn(8, 4), torch.randn(9, 4), torch.randint(9, (8,)))\n"
+            "f(torch.randn(8, 4), torch.randn(128, 4), torch.randint(128, (8,)))\n"
             "assert torch._dynamo.utils.counters['inductor']['flce_rewritten'] == 1"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # a graph from a cache runs no passes
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=env)
 
     def test_user_chunk_size_is_exact(self):
         seen = []
@@ -107,6 +109,7 @@ WRONG = [
     ("accum_dtype", None),
     ("min_logits_bytes", -1),
     ("min_logits_bytes", None),
+    ("min_vocab_size", -1),
 ]
 
 

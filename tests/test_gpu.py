@@ -8,6 +8,7 @@ import flce_inductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 MIB = 2**20
+SMALL = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.min_vocab_size": 0}
 
 
 def loss_fn(h, weight, target):
@@ -101,7 +102,7 @@ def test_no_worse_than_eager(V, bias, dtype, reduction):
     def ours(h, w, b):
         return flce_inductor.linear_cross_entropy(h, w, target, linear_bias=b, reduction=reduction, chunk_size=128)
 
-    compiled = torch.compile(eager, backend="flce_inductor", options={"flce_inductor.min_logits_bytes": 0})
+    compiled = torch.compile(eager, backend="flce_inductor", options=SMALL)
     reference = run(eager, *(None if x is None else x.double() for x in (h, weight, b)))
     theirs = run(eager, h, weight, b)
     for fn in (ours, compiled) if V == 5003 else (ours,):  # compiling takes seconds
@@ -119,7 +120,7 @@ def test_autocast_gradient_goes_to_the_float32_parameter(dtype):
         with torch.autocast("cuda", dtype=dtype):
             return F.cross_entropy(F.linear(h, weight), target)
 
-    compiled = torch.compile(fn, backend="flce_inductor", options={"flce_inductor.min_logits_bytes": 0})
+    compiled = torch.compile(fn, backend="flce_inductor", options=SMALL)
     grads = []
     for run in (fn, compiled):
         weight.grad = h.grad = None
@@ -163,7 +164,7 @@ def test_two_runs_are_bitwise_equal(dtype):
 def test_captured_by_a_cuda_graph():
     """mode="reduce-overhead" captures the step, and its replays are right for new data."""
     h, weight, target = head(512, 256, 5000, torch.bfloat16)
-    options = {"flce_inductor.min_logits_bytes": 0, "triton.cudagraphs": True}
+    options = {**SMALL, "triton.cudagraphs": True}
     compiled = torch.compile(loss_fn, backend="flce_inductor", options=options)
     for seed in range(5):
         torch.manual_seed(seed)
@@ -205,7 +206,7 @@ def test_float16_under_grad_scaler():
     x, w = h.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     loss_fn(x, w, target).backward()
     errors = []
-    options = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.chunk_size": 2048}
+    options = {**SMALL, "flce_inductor.chunk_size": 2048}
 
     def upcast(h, weight, target):
         return F.cross_entropy(F.linear(h, weight).float(), target)
@@ -236,7 +237,7 @@ def test_float16_trains():
                 return F.cross_entropy(F.linear(body(ids), weight), target)
 
         if backend is not None:
-            options = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.chunk_size": 128}
+            options = {**SMALL, "flce_inductor.chunk_size": 128}
             step = torch.compile(step, backend=backend, options=options)
         losses = []
         for _ in range(60):

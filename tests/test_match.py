@@ -738,6 +738,8 @@ def test_too_small():
     check(fn, *data(), reasons=Reason.TOO_SMALL, keys={"min_logits_bytes": B * T * V * 4 + 1})
     check(fn, *data(), keys={"min_logits_bytes": B * T * V * 4})
     check(fn, *data(), reasons=Reason.TOO_SMALL, keys={"min_logits_bytes": 64 << 20})
+    check(fn, *data(), reasons=Reason.TOO_SMALL, keys={"min_vocab_size": V + 1})
+    check(fn, *data(), keys={"min_vocab_size": V})
 
 
 def test_int32_labels():

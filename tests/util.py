@@ -31,7 +31,8 @@ def fresh(**keys: Any) -> Iterator[None]:
     """No compiled code, counters or cached graphs from before; every head is large enough unless keys say else."""
     torch._dynamo.reset()
     counters.clear()
-    with inductor_config.patch({f"flce_inductor.{k}": v for k, v in ({"min_logits_bytes": 0} | keys).items()}):
+    keys = {"min_logits_bytes": 0, "min_vocab_size": 0} | keys
+    with inductor_config.patch({f"flce_inductor.{k}": v for k, v in keys.items()}):
         yield
     torch._dynamo.reset()
 

@@ -114,9 +114,11 @@ def _measure(site: Site, head: Head) -> None:
         N = N * size
     site.N, site.H, site.V = str(N), str(value(head.hidden).shape[-1]), str(V)
     site.dtype = str(logits.dtype).removeprefix("torch.")
-    rows = _hint(N)
-    if rows is not None:
-        site.logits_bytes = rows * _hint(V) * logits.dtype.itemsize
+    rows, classes = _hint(N), _hint(V)
+    if classes is not None and classes < settings.min_vocab_size:
+        raise Refused(Reason.TOO_SMALL, f"{classes} classes, min_vocab_size={settings.min_vocab_size}")
+    if rows is not None and classes is not None:
+        site.logits_bytes = rows * classes * logits.dtype.itemsize
         if site.logits_bytes < settings.min_logits_bytes:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
