@@ -1,4 +1,4 @@
-"""Errors of the loss and its gradients against float64, beside eager's and torch.compile's.
+"""Errors of the loss and its gradients against float64, beside eager's, torch.compile's and other fused losses'.
 
     python -m benchmarks.accuracy --device cuda --shape 4096x1024x32000
     python -m benchmarks.accuracy --device cpu --shape 1024x64x4000 --dtypes bfloat16
@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 
 import flce_inductor
+
+from .peers import peer
 
 NAMES = ("loss", "dh", "dweight", "dbias")
 ROUNDING = 2e-7
@@ -85,6 +87,13 @@ def main(argv: list[str] | None = None) -> int:
         theirs = errors(eager)
         torch._dynamo.reset()
         rows = [("eager", None, None, theirs, {}), ("compile", None, None, errors(torch.compile(eager)), {})]
+        for name in ("native", "liger"):
+            fused, note = peer(name)
+            if fused is None:
+                print(json.dumps({"provider": name, "dtype": str(dtype).removeprefix("torch."), **note, **about}))
+            else:
+                called = " ".join([name, *note.values()])
+                rows.append((called, None, None, errors(lambda h, w, b, t, f=fused: f(h, w, t, b)), {}))
         for chunks in map(int, args.chunks.split(",")):
             rows_per_chunk = -(-N // chunks)
             for accum in ("param", "float32", "auto"):

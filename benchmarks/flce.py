@@ -1,6 +1,6 @@
 """Time and peak memory of forward + backward of mean cross entropy over a linear head, side by side.
 
-    python -m benchmarks.flce --shapes 8192x4096x128256 --providers eager,compile,ours --chunk-sizes 1024,2048
+    python -m benchmarks.flce --shapes 8192x4096x128256 --providers eager,compile,liger,ours --chunk-sizes 1024,2048
 
 One JSON line per measurement. Before anything is timed, loss and gradients are compared with eager in float32 on a
 part of the rows (a correctness gate); providers are timed interleaved; peak+ is the peak allocation above what was
@@ -16,43 +16,41 @@ import statistics
 import sys
 
 import torch
-import torch.nn.functional as F
 import triton
 
 import flce_inductor
 
-
-def loss_fn(h: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What users write: h [N, H], weight [V, H], target [N]."""
-    return F.cross_entropy(F.linear(h, weight), target)
+from .peers import eager, peer
 
 
-def providers(names: list[str], chunk_sizes: list[int]) -> dict:
-    """Callables (h, weight, target) -> loss."""
-    made = {}
+def providers(names: list[str], chunk_sizes: list[int]) -> tuple[dict, list[dict]]:
+    """Callables (h, weight, target) -> loss, and a line for each that is missing."""
+    made, missing = {}, []
     for name in names:
-        if name == "eager":
-            made[name] = loss_fn
-        elif name == "compile":
-            made[name] = torch.compile(loss_fn)
-        elif name == "ours":
-            made["ours C=auto"] = torch.compile(loss_fn, backend="flce_inductor")
+        if name == "ours":
+            made["ours C=auto"] = torch.compile(eager, backend="flce_inductor")
             for rows in chunk_sizes:
                 options = {"flce_inductor.chunk_size": rows}
-                made[f"ours C={rows}"] = torch.compile(loss_fn, backend="flce_inductor", options=options)
+                made[f"ours C={rows}"] = torch.compile(eager, backend="flce_inductor", options=options)
         elif name == "explicit":
             for rows in chunk_sizes:
                 made[f"explicit C={rows}"] = lambda h, w, t, rows=rows: flce_inductor.linear_cross_entropy(
                     h, w, t, chunk_size=rows
                 )
-    return made
+        else:
+            loss, note = peer(name)
+            if loss is None:
+                missing.append({"provider": name, **note})
+            else:
+                made[" ".join([name, *note.values()])] = loss
+    return made, missing
 
 
 def gate(fn, h: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> dict[str, float]:
     """Relative errors of the loss, dh and dweight against float32 eager on the first 512 rows."""
     h, target = h[:512].detach(), target[:512]
     grads = []
-    for run, dtype in ((loss_fn, torch.float32), (fn, h.dtype)):
+    for run, dtype in ((eager, torch.float32), (fn, h.dtype)):
         x, w = h.to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
         loss = run(x, w, target)
         loss.backward()
@@ -81,7 +79,9 @@ def main(argv: list[str] | None = None) -> int:
     tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
     failed = False
     for shape in args.shapes.split(","):
-        contenders = providers(args.providers.split(","), list(map(int, args.chunk_sizes.split(","))))
+        contenders, missing = providers(args.providers.split(","), list(map(int, args.chunk_sizes.split(","))))
+        for row in missing:
+            print(json.dumps({**row, **about}), flush=True)
         for row in measure(shape, dtype, contenders, tolerance, args.repeats):
             failed |= not row["gate"]
             print(json.dumps({**row, **about}), flush=True)

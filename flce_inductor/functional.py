@@ -170,8 +170,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: a reduction, label_smoothing, softcap, chunk_size or accum_dtype that is not allowed.
-        RuntimeError: shapes or dtypes that don't fit, as from linear and cross_entropy; a second derivative; a second
-            backward with in_place_backward.
+        RuntimeError: shapes or dtypes that don't fit, as from linear and cross_entropy; a second derivative; a
+            derivative by torch.func; a second backward with in_place_backward.
         IndexError: a label out of range (on CUDA an asynchronous device assertion).
     """
     loss = _loss(reduction, ignore_index, label_smoothing, z_loss)
@@ -182,6 +182,7 @@ def linear_cross_entropy(
     accum_dtype = settings.accum_dtype if accum_dtype is None else accum_dtype
     config.check_accum_dtype(accum_dtype, "accum_dtype")
 
+    _check_transforms(input, linear_weight, linear_bias)
     _check_target(target, input.shape)
     weight = _class_weight(weight, linear_weight.shape[0])
     if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
@@ -261,6 +262,7 @@ def cross_entropy(
     if isinstance(logit_scale, Tensor):
         raise TypeError("flce_inductor.cross_entropy: logit_scale is a number here; multiply the logits by the tensor")
     V = logits.shape[-1]
+    _check_transforms(logits)
     _check_target(target, logits.shape)
     if not logits.is_floating_point():
         raise RuntimeError(f"expected floating logits, got {logits.dtype}")
@@ -280,6 +282,20 @@ def cross_entropy(
     result = loss(nll, lse, zsum, labels, weight, V)
     loss_dtype = loss_dtype or _loss_dtype(logits)
     return (result.reshape(target.shape) if reduction == "none" else result).to(loss_dtype)
+
+
+def _check_transforms(*tensors: Tensor | None) -> None:
+    """Refuse torch.func's grad, vjp, jvp, ..; vmap goes through the ops one by one."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        while x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            if torch._C._functorch.is_gradtrackingtensor(x):
+                raise RuntimeError(
+                    "flce_inductor: torch.func's derivatives (grad, vjp, jvp, ..) don't go through the fused loss. Use "
+                    "loss.backward() or torch.autograd.grad, or torch.nn.functional.cross_entropy inside the transform."
+                )
+            x = torch._C._functorch.get_unwrapped(x)
 
 
 def _check_target(target: Tensor, shape: torch.Size) -> None:

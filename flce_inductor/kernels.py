@@ -3,8 +3,8 @@
 For each row of the slab, z = epilogue(logits), and its label t (design: "row statistics are the only primitive")
 
     max = max_v z[v]        logsum = log sum_v exp(z[v] - max)        nll = (max - z[t]) + logsum
-    zsum = sum_v u[v] z[v]        pz = sum_v p[v] z[v]        argmax,        p[v] = exp((z[v] - max) - logsum)
-    dz[v] = (g_nll + g_lse) * p[v] - g_nll * [v == t] + g_zsum * u[v] + g_pz * p[v] * (z[v] - pz + 1)
+    zsum = sum_v u[v] z[v]        pz = sum_v p[v] (z[v] - max)        argmax,        p[v] = exp((z[v] - max) - logsum)
+    dz[v] = (g_nll + g_lse) * p[v] - g_nll * [v == t] + g_zsum * u[v] + g_pz * p[v] * (z[v] - max - pz + 1)
     dlogits = dz * dz/dlogits
 
 `rows_` is the entrance. It runs the Triton kernel of `templates/rows.py.jinja` on devices that have Triton, and torch
@@ -114,14 +114,13 @@ def rows_(
 
         nll    = (max - z[target]) + logsum  where valid, 0 elsewhere
         zsum   = sum(u * z)
-        pz     = sum(p * z), to which z = -inf adds 0
+        pz     = sum(p * (z - max)), to which z = -inf adds 0
         argmax = first index of the largest z, or of the first NaN, as torch.argmax
-        dz     = (gn + gl) * p - gn * [v == target] + gz * u + gp * p * (z - pz + 1), the last term 0 where p is
+        dz     = (gn + gl) * p - gn * [v == target] + gz * u + gp * p * (z - max - pz + 1), the last term 0 where p is
         dlogits = dz * dz/dslab
 
     u has no part in nll: a class-weighted loss is nll times u[target], which belongs into g_nll. Where stats and grad
-    are asked for together and cotangents.pz is given, statistics.pz must be too. pz - max has more digits than the
-    rounded pz where the logits have a large common offset, and is what such a call uses.
+    are asked for together and cotangents.pz is given, statistics.pz must be too.
 
     Every row is written, ignored ones too. z = -inf has p = 0. z = NaN or +inf, or a row of nothing but -inf, makes the
     nll (where valid), pz and the dlogits of its own row NaN, for zero cotangents too, as in eager. A row of nothing but
@@ -433,14 +432,14 @@ def torch_rows_(
             nll[block] += logsum[block]
             if pz is not None:
                 mean = (z * below).sum(1).div_(total)
-                torch.add(max[block], mean, out=pz[block])
+                pz[block] = mean
         if grad:
             # p is z * exp(-logsum): one pass less than subtracting logsum before the exp.
             if gp is None:
                 z.mul_((g[block] * torch.exp(-logsum[block]))[:, None])
             else:
                 if not stats:
-                    mean = pz[block] - max[block]
+                    mean = pz[block]
                 along = below.sub_((mean - 1)[:, None]).mul_(gp[block, None]).add_(g[block, None])
                 z.mul_(along).mul_(torch.exp(-logsum[block])[:, None])
             if gn is not None:

@@ -4,11 +4,11 @@ Everything that training code computes from logits and labels is a function of a
 z = epilogue(h @ weight.T + bias):
 
     nll[n] = lse[n] - z[n, t_n]          lse[n] = max[n] + logsum[n] = logsumexp_v z[n, v]
-    zsum[n] = sum_v u[v] z[n, v]         pz[n] = sum_v p[n, v] z[n, v]         argmax[n]
+    zsum[n] = sum_v u[v] z[n, v]         pz[n] = sum_v p[n, v] (z[n, v] - max[n])         argmax[n]
 
 and the gradient is one formula for all of them, with a cotangent per row and statistic, p = exp((z - max) - logsum):
 
-    dz[n, v] = (g_nll + g_lse)[n] p - g_nll[n] [v == t_n] + g_zsum[n] u[v] + g_pz[n] p (z - pz[n] + 1)
+    dz[n, v] = (g_nll + g_lse)[n] p - g_nll[n] [v == t_n] + g_zsum[n] u[v] + g_pz[n] p (z - max - pz[n] + 1)
     dlogits = dz * epilogue'
 
 | op | returns | cost in N*V*H multiply-adds x 2 |
@@ -21,7 +21,8 @@ Shapes: h [N, H], weight [V, H], target [N] int64, bias [V] or None, class_weigh
 float32 (float64 for float64), argmax int64. zsum, pz and argmax are computed when `want` asks for them, else empty.
 nll is 0 and takes no cotangent where target == ignore_index; the other statistics are those of every row. max and
 logsum are the two halves of lse, kept apart because p computed from their sum loses precision when all logits share a
-large offset; the gradient of lse flows through logsum, max is not differentiable. class_weight has no gradient.
+large offset, and pz is taken from max for the same reason; the gradient of lse flows through logsum, that of
+sum_v p z = max + pz through pz, and max is not differentiable. class_weight has no gradient.
 
 h is in the dtype that the logits have; weight may be wider (autocast's float32 parameter): it is cast for the
 product, and dweight comes back in its own dtype. The epilogue is cap * function(scale * (x + shift)) on each logit x,

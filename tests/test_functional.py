@@ -600,6 +600,29 @@ class TestBadInput:
             with pytest.raises(IndexError, match=str(label)):
                 call()
 
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    @pytest.mark.parametrize("leaf", [0, 1, 2])
+    def test_derivatives_by_torch_func(self, reduction, leaf):
+        *xs, target = problem()
+
+        def loss(x):
+            h, weight, bias = [x if i == leaf else y for i, y in enumerate(xs)]
+            return linear_cross_entropy(h, weight, target, linear_bias=bias, reduction=reduction).sum()
+
+        for transformed in (torch.func.grad(loss), lambda x: torch.func.jvp(loss, (x,), (x,))):
+            with pytest.raises(RuntimeError, match="torch.func.*loss.backward"):
+                transformed(xs[leaf].detach())
+        with pytest.raises(RuntimeError, match="torch.func.*loss.backward"):
+            torch.func.grad(lambda z: cross_entropy(z, target, reduction=reduction).sum())(F.linear(*xs).detach())
+
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    @pytest.mark.parametrize("reduction", REDUCTIONS)
+    def test_vmap(self, reduction):
+        h, weight, _, target = (x.detach() for x in problem())
+        got = torch.vmap(lambda h, t: linear_cross_entropy(h, weight, t, reduction=reduction))(h, target)
+        want = [F.cross_entropy(F.linear(x, weight), t, reduction=reduction) for x, t in zip(h, target, strict=True)]
+        torch.testing.assert_close(got, torch.stack(want))
+
     def test_wrong_tensors_over_logits(self):
         h, weight, _, target = problem()
         logits = F.linear(h, weight)

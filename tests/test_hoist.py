@@ -37,7 +37,7 @@ def row_stats(h, w, t, bias=None, ignore_index=-100, want=(False, False, False))
 
 def fused(h, w, t, bias=None, more=False):
     nll, top, logsum, zsum, pz, _ = row_stats(h, w, t, bias, want=(more, more, False))
-    return (nll, top + logsum, zsum, pz) if more else (nll, top + logsum)
+    return (nll, top + logsum, zsum, top + pz) if more else (nll, top + logsum)
 
 
 def reference(h, w, t, bias=None, more=False):

@@ -92,7 +92,8 @@ def reference_statistics(z, target, u) -> tuple[Tensor, Tensor, Tensor, Tensor, 
     """nll, lse, zsum, pz, argmax of logits z [N, V], differentiable."""
     nll, lse = F.cross_entropy(z, target, reduction="none"), z.logsumexp(1)
     zsum = (z if u is None else z * u.double()).sum(1)
-    return nll, lse, zsum, (z.softmax(1) * z).sum(1), z.argmax(1)
+    pz = (z.softmax(1) * (z - z.detach().amax(1, keepdim=True))).sum(1)
+    return nll, lse, zsum, pz, z.argmax(1)
 
 
 def reference(head, g=None, epilogue=IDENTITY):

@@ -323,7 +323,7 @@ def _write_reader(
     def code(stats, target, class_weight, h):
         nll, top, logsum, zsum, pz, argmax = (operator.getitem(stats, i) for i in range(6))
         target = None if target is None else target.flatten()
-        result = reader.code(Rows(nll, top + logsum, zsum, pz, argmax, target, class_weight, V))
+        result = reader.code(Rows(nll, top, logsum, zsum, pz, argmax, target, class_weight, V))
         if not reader.scalar and len(shape) != 1 and all(isinstance(size, int) for size in shape):
             result = result.reshape(list(shape))
         elif len(shape) > 1:

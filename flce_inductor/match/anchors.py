@@ -27,13 +27,18 @@ class Rows:
     """The row statistics that a reader's code is given, each [N], as torch values; V classes."""
 
     nll: Tensor
-    lse: Tensor
+    max: Tensor
+    logsum: Tensor
     zsum: Tensor
     pz: Tensor
     argmax: Tensor
     target: Tensor | None
     class_weight: Tensor | None
     V: int
+
+    @property
+    def lse(self) -> Tensor:
+        return self.max + self.logsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,5 +204,5 @@ def entropy(user: Node, places: dict[Node, Place]) -> Reader | None:
     if not calls(total, _SUM) or not is_last(reduced_dim(total), value(user)) or "dtype" in total.kwargs:
         return None
     sign = other.sign
-    code = (lambda r: r.pz) if other.kind == "logits" else (lambda r: sign * (r.pz - r.lse))
+    code = (lambda r: r.max + r.pz) if other.kind == "logits" else (lambda r: sign * (r.pz - r.logsum))
     return Reader(total, other, "sum of p log p", code, want=Want(pz=True), inner=(*p.links, user))
