@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from flce_inductor import chunking
 from flce_inductor.chunking import Card, default_rows, rows_per_chunk, share, statistics_first
 
 GIB = 1 << 30
 H200 = Card(790e12, 53e12, 4.3e12, 141 * GIB)
 H100 = Card(790e12, 53e12, 3.0e12, 80 * GIB)
-SMALL = Card(18e12, 8e12, 0.2e12, 4 * GIB)
+B300 = Card(1800e12, 60e12, 7.0e12, 288 * GIB)
+A100 = Card(260e12, 18e12, 1.7e12, 80 * GIB)
+RTX_3050 = Card(18e12, 8e12, 0.2e12, 4 * GIB)
+CPU = Card(1e11, 1e11, 2e10, 24 * GIB, least=256)
 
 
 def test_share_is_as_measured():
@@ -20,13 +24,22 @@ def test_share_is_as_measured():
 @pytest.mark.parametrize(
     ("facts", "V", "dtype", "rows"),
     [
-        (H200, 128256, torch.bfloat16, 2560),  # 2 * 790 / (3 * 4.3) / 0.05 = 2450, in steps of 128
-        (H100, 128256, torch.bfloat16, 2560),  # 3511, but 640 MiB / (2 V) = 2616
-        (H100, 32000, torch.bfloat16, 3584),
-        (H200, 262144, torch.bfloat16, 2176),  # 1.1 GiB / (2 V) = 2255
-        (SMALL, 128256, torch.bfloat16, 128),  # 32 MiB / (2 V) = 130
-        (SMALL, 262144, torch.float32, 32),  # fewer than a step
-        (H200, 32000, torch.float32, 384),  # 4 * 53 / (3 * 4.3) / 0.05 = 329
+        (H200, 128256, torch.bfloat16, 2048),  # 2 * 790 / (3 * 4.3) / 0.06 = 2041
+        (H200, 32000, torch.bfloat16, 2048),
+        (H200, 262144, torch.bfloat16, 2048),  # 1.1 GiB / (2 V) = 2255
+        (H200, 262144, torch.float32, 1024),  # 1.1 GiB / (4 V) = 1128
+        (H200, 32000, torch.float32, 2048),  # 4 * 53 / (3 * 4.3) / 0.06 = 274, but GEMMs need more rows
+        (H100, 128256, torch.bfloat16, 2048),  # 2926 -> 4096, but 640 MiB / (2 V) = 2616
+        (H100, 32000, torch.bfloat16, 4096),
+        (H100, 262144, torch.bfloat16, 1024),  # 640 MiB / (2 V) = 1280
+        (B300, 262144, torch.bfloat16, 2048),  # 2 * 1800 / 21 / 0.06 = 2857
+        (A100, 128256, torch.bfloat16, 2048),  # 2 * 260 / 5.1 / 0.06 = 1699
+        (A100, 262144, torch.bfloat16, 1024),
+        (RTX_3050, 128256, torch.bfloat16, 128),  # 32 MiB / (2 V) = 130
+        (RTX_3050, 262144, torch.float32, 32),  # 32 MiB / (4 V)
+        (RTX_3050, 50257, torch.bfloat16, 256),  # 333
+        (CPU, 50257, torch.float32, 256),  # 4 * 1e11 / (3 * 2e10) / 0.06 = 111; 192 MiB / (4 V) = 1001
+        (CPU, 262144, torch.float32, 128),  # 192
     ],
 )
 def test_default(facts, V, dtype, rows):
@@ -48,3 +61,22 @@ def test_statistics_first_below_a_third(monkeypatch):
     monkeypatch.setattr("flce_inductor.chunking.card", lambda device: H200)
     assert statistics_first(366, torch.bfloat16, torch.device("cuda"))
     assert not statistics_first(368, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_unknown_card_is_measured(monkeypatch):
+    """Once, in the middle of a compilation too, and near what the table says of this card."""
+    device = torch.device("cuda", 0)
+    known = chunking._card(device)
+    monkeypatch.setattr(chunking, "_CARDS", {})
+    chunking._card.cache_clear()
+    try:
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            measured = chunking.card(device)
+        assert chunking.card(device) is measured
+    finally:
+        chunking._card.cache_clear()
+    for name in ("flops16", "flops32", "bandwidth"):
+        assert 0.5 < getattr(measured, name) / getattr(known, name) < 2, name
+    assert default_rows(128256, torch.bfloat16, measured) in (1024, 2048, 4096)
