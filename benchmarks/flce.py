@@ -1,6 +1,7 @@
 """Time and peak memory of forward + backward of mean cross entropy over a linear head, side by side.
 
     python -m benchmarks.flce --shapes 8192x4096x128256 --providers eager,compile,liger,ours --chunk-sizes 1024,2048
+    python -m benchmarks.flce --shapes 8192x4096x128256 --providers compile,tuned,slab64 --chunk-sizes 0
 
 One JSON line per measurement. Before anything is timed, loss and gradients are compared with eager in float32 on a
 part of the rows (a correctness gate); providers are timed interleaved; peak+ is the peak allocation above what was
@@ -27,9 +28,15 @@ def providers(names: list[str], chunk_sizes: list[int]) -> tuple[dict, list[dict
     """Callables (h, weight, target) -> loss, and a line for each that is missing."""
     made, missing = {}, []
     for name in names:
-        if name == "ours":
+        if name == "tuned":
+            options = {"flce_inductor.autotune": True}
+            made["ours tuned"] = torch.compile(eager, backend="flce_inductor", options=options)
+        elif name.startswith("slab"):  # of so many MiB
+            options = {"flce_inductor.max_slab_bytes": int(name.removeprefix("slab")) << 20}
+            made[f"ours {name}"] = torch.compile(eager, backend="flce_inductor", options=options)
+        elif name == "ours":
             made["ours C=auto"] = torch.compile(eager, backend="flce_inductor")
-            for rows in chunk_sizes:
+            for rows in filter(None, chunk_sizes):
                 options = {"flce_inductor.chunk_size": rows}
                 made[f"ours C={rows}"] = torch.compile(eager, backend="flce_inductor", options=options)
         elif name == "explicit":

@@ -7,8 +7,6 @@ torch._inductor.config.flce_inductor.enable is False; the backend sets the flag 
 from __future__ import annotations
 
 import functools
-import glob
-import os
 import warnings
 from typing import Any
 
@@ -16,22 +14,6 @@ import torch
 import torch._inductor.config as inductor_config
 
 from . import _compat, config
-
-
-@functools.cache
-def _uuid() -> str:
-    """Identifies the package's sources and templates in the keys of Inductor's caches."""
-    import hashlib
-
-    from .kernels import source_hash_files
-
-    here = os.path.dirname(os.path.abspath(__file__))
-    files = {*glob.glob(os.path.join(here, "**", "*.py"), recursive=True), *source_hash_files()}
-    digest = hashlib.sha256()
-    for path in sorted(files, key=os.path.basename):
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 @functools.cache
@@ -61,7 +43,9 @@ class _PreGradPass(_compat.CustomGraphPass):
         rewrite(graph)
 
     def uuid(self) -> str:
-        return _uuid()
+        from .kernels import source_digest
+
+        return source_digest()
 
 
 class _JointPass(_compat.CustomGraphPass):
@@ -70,14 +54,19 @@ class _JointPass(_compat.CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if not config.current().enable:
             return
+        from . import lowering
         from .hoist import hoist
 
+        lowering.register()
         if not _present(_PRE_GRAD, _PreGradPass):
             _warn_displaced(_PRE_GRAD, "nothing is rewritten")
         hoist(graph)
+        lowering.tune(graph)
 
     def uuid(self) -> str:
-        return _uuid()
+        from .kernels import source_digest
+
+        return source_digest()
 
 
 _PRE_GRAD, _JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"

@@ -66,10 +66,7 @@ def _card(device: torch.device) -> Card:
         props = torch.cuda.get_device_properties(device)
         rates = next((v for k, v in _CARDS.items() if k in props.name), None)
         return Card(*(rates or _measured(device)), memory=props.total_memory)
-    if hasattr(os, "sysconf"):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        memory = 16 << 30
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 << 30
     return Card(*_CPU, memory=memory, least=_CPU_LEAST)
 
 
@@ -90,8 +87,9 @@ def _measured(device: torch.device, size: int = 4096) -> tuple[float, float, flo
     with unset_fake_temporarily(), torch.no_grad(), torch.cuda.device(device):
         wide = torch.ones(size, size, device=device)
         half = wide.to(torch.float16)
-        products = [seconds(lambda x=x, out=torch.empty_like(x): torch.mm(x, x, out=out)) for x in (half, wide)]
-        copy = seconds(lambda out=torch.empty_like(wide): out.copy_(wide))
+        out_half, out_wide = torch.empty_like(half), torch.empty_like(wide)
+        products = [seconds(lambda x=x, y=y: torch.mm(x, x, out=y)) for x, y in ((half, out_half), (wide, out_wide))]
+        copy = seconds(lambda: out_wide.copy_(wide))
     return 2 * size**3 / products[0], 2 * size**3 / products[1], 2 * wide.nbytes / copy
 
 
@@ -115,6 +113,18 @@ def statistics_first(rows: int, dtype: torch.dtype, device: torch.device) -> boo
     A statistics pass and then the vocabulary-major order cost 8 NVH, the loop over rows 6 NVH and its share.
     """
     return 6 * (1 + share(rows, dtype, card(device))) > 8
+
+
+def candidates(
+    N: int, V: int, dtype: torch.dtype, facts: Card, chunk_size: int | None = None, max_slab_bytes: int | None = None
+) -> list[int]:
+    """Rows per chunk to try when tuning: the user's, or powers of two around the default that the cap allows."""
+    if chunk_size is not None:
+        return [chunk_size]
+    default = default_rows(V, dtype, facts, max_slab_bytes)
+    cap = max_slab_bytes if max_slab_bytes is not None else facts.memory // SLAB_FRACTION
+    sizes = [default * 2**i for i in range(-3, 3)]
+    return [c for c in sizes if c >= 1 and c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)]
 
 
 def rows_per_chunk(

@@ -6,6 +6,8 @@
 | chunk_size | None | rows per chunk, exactly; None: chosen from the device and the shape (chunking.py) |
 | max_slab_bytes | None | cap on the slab, the one buffer of chunk_size x V logits; None: device memory / 128 |
 | accum_dtype | "auto" | dtype the weight gradient accumulates in: "param", "float32", or "auto" (see ops.py) |
+| autotune | None | time the ways to run the loop and take the fastest (lowering.py); None: where max_autotune is on |
+| tolerance | 0.02 | of those as fast as the fastest up to this share of its time, the one with the smallest slab |
 | min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
 | min_vocab_size | 128 | a head with fewer classes is left alone: its logits are no wider than a GEMM's tile |
 
@@ -46,9 +48,14 @@ def _check_least(value: object, key: str) -> None:
     check_count(value, f"{PREFIX}.{key}", least=0, optional=False)
 
 
-def _check_bool(value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{PREFIX}.enable={value!r}: allowed are True and False")
+def _check_bool(value: object, key: str, optional: bool = False) -> None:
+    if not isinstance(value, bool) and not (optional and value is None):
+        raise ValueError(f"{PREFIX}.{key}={value!r}: allowed are True and False" + (" and None" if optional else ""))
+
+
+def _check_tolerance(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{PREFIX}.tolerance={value!r}: allowed is a number from 0 to below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Settings:
     chunk_size: int | None = None
     max_slab_bytes: int | None = None
     accum_dtype: str = "auto"
+    autotune: bool | None = None
+    tolerance: float = 0.02
     min_logits_bytes: int = 64 << 20
     min_vocab_size: int = 128
 
@@ -78,7 +87,9 @@ def install() -> None:
     _compat.install_config(
         PREFIX,
         {
-            "enable": (bool, defaults.enable, _check_bool),
+            "enable": (bool, defaults.enable, lambda v: _check_bool(v, "enable")),
+            "autotune": (Optional[bool], None, lambda v: _check_bool(v, "autotune", optional=True)),  # noqa: UP045
+            "tolerance": (float, defaults.tolerance, _check_tolerance),
             "chunk_size": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.chunk_size")),
             "max_slab_bytes": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.max_slab_bytes")),
             "accum_dtype": (str, defaults.accum_dtype, check_accum_dtype),

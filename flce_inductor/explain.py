@@ -154,6 +154,7 @@ class Site:
     logits_bytes: int | None = None  # None: unknown until run time (dynamic N)
     one_pass: bool | None = None  # None: not known (no backward seen)
     pass_reason: Reason | None = None
+    tuned: str = ""  # what was chosen by timing, and all times
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
@@ -169,6 +170,8 @@ class Site:
         elif self.pass_reason is not None:
             lines.append(f"    the backward computes the logits again (8 NVH) because {self.pass_reason.text}")
             lines.append(f"    to change that: {self.pass_reason.advice}")
+        if self.tuned:
+            lines.append(f"    tuned: {self.tuned}")
         return "\n".join(lines)
 
 
@@ -208,6 +211,16 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
         for site in sites:
             if site.where == place and site.reason is None:
                 site.one_pass, site.pass_reason = reason is None, reason
+
+
+def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -> None:
+    """What lowering.py chose for a hoisted node, and the time of each way it tried."""
+    place, table = where(node), ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in sorted(seconds.items()))
+    log.info("%s: tuned: %s, of %s", place, chosen, table)
+    for sites in _collectors:
+        for site in sites:
+            if site.where == place and site.reason is None:
+                site.tuned = f"{chosen}, of {table}"
 
 
 class Report(list[Site]):

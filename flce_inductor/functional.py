@@ -49,10 +49,12 @@ class _OnePass(torch.autograd.Function):
             _use_once(ctx)
         *grads, unscale = ctx.saved_tensors
         factor = grad_output * unscale
-        dh, dweight, dbias = (
-            runtime.scaled(grad, factor, out=grad if ctx.in_place else None) if need else None
-            for grad, need in zip(grads, ctx.needs, strict=True)
-        )
+        if ctx.in_place:
+            for grad in grads:
+                kernels.scale_(grad, factor)
+        else:
+            grads = [runtime.scaled(grad, factor) for grad in grads]
+        dh, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
         if torch.is_grad_enabled():
             dh, dweight, dbias = ops.forbid_second_derivative(dh, dweight, dbias)
         return dh, dweight, None, dbias, None, None, None, None, None

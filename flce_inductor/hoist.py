@@ -34,6 +34,7 @@ from .runtime import ROW_OPS, ROW_STATISTICS, RowProgram
 aten, prims = torch.ops.aten, torch.ops.prims
 _STATS = torch.ops.flce_inductor.row_stats.default
 _BACKWARD = torch.ops.flce_inductor.row_stats_backward.default
+_SCALE = torch.ops.flce_inductor.scale.default
 _WITH_GRADS = torch.ops.flce_inductor.row_stats_with_grads.default
 
 # Inductor has decomposed most operators by now; these are what is left of cotangents.
@@ -675,7 +676,9 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
             if first.needs[i]:
                 for member in members[1:]:
                     _drop(member.gradient(i))
-                _replace(first.backward, i, _times(new, gradient, factor))
+                # [V, H], and mostly times 1
+                scaled = new(_SCALE, gradient, _scalar(new, factor)) if i == 1 else _times(new, gradient, factor)
+                _replace(first.backward, i, scaled)
 
 
 def _at_one(new: _Writer, members: list[_Site]) -> dict[Node, Node]:
@@ -717,10 +720,13 @@ def _fill(new: _Writer, g: tuple[Node | None, ...], rows: list[Any]) -> Node | N
     return _cat(new, [new.filled([n], 0, like) if part is None else part for part, n in zip(g, rows, strict=True)])
 
 
+def _scalar(new: _Writer, factor: Node) -> Node:
+    return new(aten.view.default, factor, []) if factor.meta["val"].dim() else factor
+
+
 def _times(new: _Writer, x: Node, factor: Node) -> Node:
     """x * factor (of one element) in the dtype and shape of x, computed in float32 for a 16-bit x."""
-    if factor.meta["val"].dim():
-        factor = new(aten.view.default, factor, [])
+    factor = _scalar(new, factor)
     dtype = x.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)
     return new.cast(new(aten.mul.Tensor, new.cast(x, wide), new.cast(factor, wide)), dtype)

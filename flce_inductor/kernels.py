@@ -13,6 +13,7 @@ operations in cache sized blocks of rows everywhere else.
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import subprocess
 import warnings
@@ -29,8 +30,9 @@ __all__ = [
     "Epilogue",
     "Statistics",
     "rows_",
+    "scale_",
     "select",
-    "source_hash_files",
+    "source_digest",
     "torch_rows_",
     "triton_rows_",
 ]
@@ -179,7 +181,7 @@ class RowsKey(NamedTuple):
 
 
 TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
-_unbuildable: set[tuple[torch.device, RowsKey]] = set()
+_unbuildable: set[tuple[torch.device, RowsKey] | str] = set()
 
 
 def triton_rows_(
@@ -207,8 +209,7 @@ def triton_rows_(
     tensors = {"slab": slab, "out": out, "target": target, "scale": scale, "class_weight": class_weight}
     tensors |= statistics._asdict() | {f"g_{name}": g for name, g in cotangents._asdict().items()}
     block, num_warps = _config(V, key)
-    # Triton launches on the current device, not on that of its arguments.
-    with torch.accelerator.device_index(slab.device.index) if slab.device.type != "cpu" else contextlib.nullcontext():
+    with _on_device(slab.device):
         load_kernel(key)[(C,)](
             *(tensors[name] if name in _MATRICES else tensors[name].contiguous() for name in pointer_args(key)),
             slab.stride(0),
@@ -220,6 +221,11 @@ def triton_rows_(
             num_warps=num_warps,
             enable_fp_fusion=True,  # the default until triton 3.9, which warns that 3.10 will change it
         )
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, not on that of its arguments."""
+    return torch.accelerator.device_index(device.index) if device.type != "cpu" else contextlib.nullcontext()
 
 
 def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out) -> RowsKey:
@@ -296,13 +302,23 @@ def _config(V: int, key: RowsKey) -> tuple[int, int]:
 @functools.cache
 def load_kernel(key: RowsKey):
     """The `triton.jit` function for `key`, from a file in Inductor's code cache (triton.jit reads its source there)."""
+    return _load(render(key)).rows
+
+
+def _load(source: str):
     from torch._inductor.codecache import PyCodeCache  # heavy, and not needed on a CPU
 
-    return PyCodeCache.load(render(key)).rows
+    return PyCodeCache.load(source)
 
 
 def render(key: RowsKey) -> str:
     """Source of the Python module that defines the kernel for `key`."""
+    # class_weight may be specialised on its alignment: a vector load of it matters, and there are two cases of it only
+    vectors = [name for name in pointer_args(key) if name not in (*_MATRICES, "class_weight")]
+    return _render("rows", label=_uses_label(key), vectors=vectors, **key._asdict())
+
+
+def _render(template: str, **switches) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_template_dir()),
         undefined=jinja2.StrictUndefined,
@@ -310,9 +326,7 @@ def render(key: RowsKey) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # class_weight may be specialised on its alignment: a vector load of it matters, and there are two cases of it only
-    vectors = [name for name in pointer_args(key) if name not in (*_MATRICES, "class_weight")]
-    return environment.get_template("rows.py.jinja").render(label=_uses_label(key), vectors=vectors, **key._asdict())
+    return environment.get_template(f"{template}.py.jinja").render(**switches)
 
 
 def _template_dir() -> Path:
@@ -327,9 +341,14 @@ def _template_dir() -> Path:
     )
 
 
-def source_hash_files() -> tuple[str, ...]:
-    """Absolute paths of this file and of every template: what a cache of code that calls `rows_` has to hash."""
-    return (str(Path(__file__).resolve()), *sorted(str(path) for path in _template_dir().glob("*.jinja")))
+@functools.cache
+def source_digest() -> str:
+    """Identifies the package's sources and templates in the keys of caches."""
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.rglob("*.py"), *_template_dir().glob("*.jinja")], key=lambda path: path.name):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 # Of the driver's messages, those about the binary and not about what ran before on the device.
@@ -352,20 +371,132 @@ def _is_build_error(error: Exception) -> bool:
     return any(base.__module__ == "triton.errors" for base in type(error).__mro__)
 
 
-def _fallback_message(device: torch.device, error: Exception) -> str:
+def _fallback_message(device: torch.device, error: Exception, kernel: str = "rows") -> str:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
     reason = (str(error).strip().splitlines() or [""])[-1]
     return (
-        f"flce_inductor: the Triton kernel `rows` could not be built for {device} "
+        f"flce_inductor: the Triton kernel `{kernel}` could not be built for {device} "
         f"({type(error).__name__}: {reason}). "
         "Results stay right, but this part of the loss now runs as torch operations, which are slower. "
         f"To get the kernel back: check that triton ({version}) is the version that torch {torch.__version__} asks for "
         "and supports this device, that a C compiler is on PATH (or named by CC) and that TRITON_CACHE_DIR is "
         "writable; then restart the process."
     )
+
+
+# ---------------------------------------------------------------- scale
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """x *= factor in place, in factor's dtype and rounded once; a factor of 1 costs no pass over x.
+
+        x       any shape, floating, without overlap or holes
+        factor  [] float32 (float64 for a float64 x), stays on the device
+
+    No host synchronisation on a GPU.
+    """
+    if x.device.type not in TRITON_DEVICES or "scale" in _unbuildable:
+        torch_scale_(x, factor)
+        return
+    try:
+        triton_scale_(x, factor)
+    except Exception as error:
+        if not _is_build_error(error):
+            raise
+        _unbuildable.add("scale")
+        warnings.warn(_fallback_message(x.device, error, "scale"), RuntimeWarning, stacklevel=2)
+        torch_scale_(x, factor)
+
+
+_SCALE_BLOCK, _SCALE_PROGRAMS = 4096, 2048
+
+
+def triton_scale_(x: Tensor, factor: Tensor) -> None:
+    """`scale_` by the Triton kernel, whatever the device."""
+    flat = x.as_strided((x.numel(),), (1,))
+    programs = min(_SCALE_PROGRAMS, -(-x.numel() // _SCALE_BLOCK))
+    if programs:
+        with _on_device(x.device):
+            _load_scale()[(programs,)](flat, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+
+
+@functools.cache
+def _load_scale():
+    return _load(_render("scale")).scale
+
+
+def torch_scale_(x: Tensor, factor: Tensor, out: Tensor | None = None) -> None:
+    """`scale_` by torch operations, or into `out`, like x; where looking at the factor needs no waiting, it does."""
+    if out is None and factor.device.type == "cpu" and factor == 1:
+        return
+    out = x if out is None else out
+    if x.dtype == factor.dtype:
+        torch.mul(x, factor, out=out)
+        return
+    # torch would round the factor to x's dtype first, so widen x, a bounded part of it at a time
+    parts = [y.as_strided((y.numel(),), (1,)).split(SCRATCH_BYTES // factor.dtype.itemsize) for y in (x, out)]
+    for source, destination in zip(*parts, strict=True):
+        destination.copy_(source.to(factor.dtype).mul_(factor))
+
+
+SCRATCH_BYTES = 16 << 20  # what may be allocated at a time beside slab and gradients
+
+
+# ---------------------------------------------------------------- accumulate
+
+
+def triton_accumulate_(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """into (+)= a.T @ b by a Triton kernel: += or, if first, =. Products and sum in float32, one rounding.
+
+        into    [M, P] float16, bfloat16 or float32
+        a, b    [K, M], [K, P] of one dtype of these three
+
+    All with unit stride along their rows. On cards that have tensor descriptors (capability 9.0 and up) tiles move by
+    them where addresses and row strides are multiples of 16 bytes.
+    """
+    (K, M), P = a.shape, b.shape[1]
+    descriptors = a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) >= (9, 0)
+    descriptors = descriptors and torch.version.hip is None and a.dtype.itemsize == 2
+    descriptors = descriptors and all(x.data_ptr() % 16 == 0 == x.stride(0) * x.itemsize % 16 for x in (into, a, b))
+    block_m, block_p, block_k, num_warps, num_stages = _accumulate_config(into.dtype, a.dtype)
+    if descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        blocks = ((into, (block_m, block_p)), (a, (block_k, block_m)), (b, (block_k, block_p)))
+        operands = [TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) for x, block in blocks]
+    else:
+        operands = [into, a, b, into.stride(0), a.stride(0), b.stride(0)]
+    tiles = -(-M // block_m) * -(-P // block_p)
+    with _on_device(a.device):
+        load_accumulate(descriptors, a.dtype == torch.float32)[(tiles,)](
+            *operands,
+            M,
+            P,
+            K,
+            FIRST=first,
+            BLOCK_M=block_m,
+            BLOCK_P=block_p,
+            BLOCK_K=block_k,
+            GROUP=8,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+
+
+def _accumulate_config(into: torch.dtype, operand: torch.dtype) -> tuple[int, int, int, int, int]:
+    """(BLOCK_M, BLOCK_P, BLOCK_K, num_warps, num_stages)"""
+    if operand == torch.float32:
+        return 64, 64, 32, 4, 3
+    return 128, 128 if into == torch.float32 else 256, 64, 8, 3
+
+
+@functools.cache
+def load_accumulate(descriptors: bool, ieee: bool):
+    """The `triton.jit` function of templates/accumulate.py.jinja."""
+    return _load(_render("accumulate", descriptors=descriptors, ieee=ieee)).accumulate
 
 
 # ---------------------------------------------------------------- torch

@@ -39,9 +39,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import runtime
+from . import kernels, runtime
 from .kernels import Cotangents, Epilogue, Statistics
-from .runtime import How, Needs, Want, stat_dtype
+from .runtime import Buffers, How, Needs, Plan, Want, stat_dtype
 
 _HEAD = "Tensor h, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight"
 _HOW = "int ignore_index, int chunk_size, str accum_dtype, str function, float scale, float shift, float cap"
@@ -51,8 +51,8 @@ _COTANGENTS = "Tensor? g_nll, Tensor? g_lse, Tensor? g_zsum, Tensor? g_pz"
 _GRADS = "Tensor dh, Tensor dweight, Tensor dbias"
 
 
-def _op(name: str, schema: str):
-    return torch.library.custom_op(f"flce_inductor::{name}", mutates_args=(), schema=schema)
+def _op(name: str, schema: str, mutates: tuple[str, ...] = ()):
+    return torch.library.custom_op(f"flce_inductor::{name}", mutates_args=mutates, schema=schema)
 
 
 def _how(ignore_index, chunk_size, accum_dtype, *epilogue) -> How:
@@ -89,26 +89,24 @@ def row_stats_backward(h, weight, target, bias, class_weight, max, logsum, pz, g
         cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
         needs=Needs(*needs),
     )
-    if h.dtype == torch.float16:
-        for grad in grads[:3]:
-            runtime.scaled(grad, grads.unscale, out=grad)
     return tuple(grads[:3])
 
 
 @_op(
     "row_stats_with_grads",
-    f"({_HEAD}, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW}, {_WANT}, bool[3] needs)"
-    f" -> ({_STATS}, {_GRADS}, Tensor unscale)",
+    f"({_HEAD}, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW}, {_WANT}, bool[3] needs,"
+    f" bool vocabulary_major=False, str accumulate='library') -> ({_STATS}, {_GRADS}, Tensor unscale)",
 )
 def row_stats_with_grads(
-    h, weight, target, bias, class_weight, g_nll, g_lse, g_zsum, g_pz, row_inputs, row_program, *how_want_needs
+    h, weight, target, bias, class_weight, g_nll, g_lse, g_zsum, g_pz, row_inputs, row_program, *rest
 ):
     """Cotangents are given, or computed by row_program (runtime.RowProgram) from each row's statistics and row_inputs.
 
     dh, dweight, dbias are to be multiplied by unscale [] (in float32, together with what else is deferred). It is 1
     except for float16, whose gradients are kept at a power of two that uses its range; float16 takes no row_program.
+    vocabulary_major and accumulate: how lowering.py's tuner found it fastest, see runtime.Plan.
     """
-    *how, want, needs = how_want_needs
+    how, want, needs, plan = rest[:7], rest[7], rest[8], rest[9:]
     stats, grads = runtime.run(
         h,
         weight,
@@ -121,8 +119,83 @@ def row_stats_with_grads(
         program=row_program,
         row_inputs=row_inputs,
         needs=Needs(*needs),
+        plan=Plan(*plan),
     )
     return (*_filled(h, stats), *grads)
+
+
+_INTO = "Tensor(a!)[] stats, Tensor(b!)? dh, Tensor(c!)? dweight, Tensor(d!)? slab"
+
+
+@_op(
+    "run_",
+    f"({_HEAD}, Tensor? max, Tensor? logsum, Tensor? pz, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW},"
+    f" {_WANT}, bool[3] needs, bool vocabulary_major, str accumulate, {_INTO})"
+    " -> (Tensor own_dweight, Tensor dbias, Tensor unscale)",
+    mutates=("stats", "dh", "dweight", "slab"),
+)
+def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g_zsum, g_pz, *rest):
+    """All three ops as compiled code calls them (lowering.py), with results and slab in buffers of Inductor's.
+
+    max, logsum [N] (and pz with its cotangent) are the saved statistics of row_stats_backward, else None. stats: the
+    wanted ones, written; none if saved. A gradient that is needed but has no buffer is returned, the others are empty.
+    """
+    row_inputs, program, *how, want, needs, vocabulary_major, accumulate, stats, dh, dweight, slab = rest
+    want, needs = Want(*want), Needs(*needs)
+    saved = None if max is None else Statistics(None, max, logsum, None, pz, None)
+    written = iter(stats)
+    into = Buffers(
+        None if saved else Statistics(*(next(written) if w else None for w in (True, True, True, *want))),
+        dh,
+        dweight,
+        slab,
+    )
+    _, grads = runtime.run(
+        h,
+        weight,
+        target,
+        bias,
+        class_weight,
+        _how(*how),
+        want=want,
+        saved=saved,
+        cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
+        program=program,
+        row_inputs=row_inputs,
+        needs=needs,
+        plan=Plan(vocabulary_major, accumulate),
+        into=into,
+    )
+    own_dweight = grads.dweight if dweight is None else weight.new_empty(0)
+    return own_dweight, grads.dbias, grads.unscale
+
+
+@run_.register_fake
+def _(h, weight, target, bias, class_weight, *rest):
+    *_, needs, _vocabulary_major, _accumulate, _stats, _dh, dweight, _slab = rest
+    _, own_dweight, dbias = _fake_grads(h, weight, bias, [False, needs[1] and dweight is None, needs[2]])
+    return own_dweight, dbias, h.new_empty((), dtype=stat_dtype(h.dtype))
+
+
+@_op("scale", "(Tensor x, Tensor factor) -> Tensor")
+def scale(x, factor):
+    """x * factor [], which is 1 more often than not; compiled code scales in place where nobody else needs x."""
+    return runtime.scaled(x, factor)
+
+
+@scale.register_fake
+def _(x, factor):
+    return torch.empty_like(x)
+
+
+@_op("scale_", "(Tensor(a!) x, Tensor factor) -> ()", mutates=("x",))
+def scale_(x, factor):
+    kernels.scale_(x, factor)
+
+
+@scale_.register_fake
+def _(x, factor):
+    return None
 
 
 def _fake_stats(h: Tensor, want: list[bool]) -> tuple[Tensor, ...]:
@@ -155,7 +228,7 @@ def _(h, weight, target, bias, *rest):
 @row_stats_with_grads.register_fake
 def _(h, weight, target, bias, class_weight, *rest):
     runtime.check_shapes(h, weight, target, bias, class_weight)
-    *_, want, needs = rest
+    want, needs = rest[13:15]
     unscale = h.new_empty((), dtype=stat_dtype(h.dtype))
     return (*_fake_stats(h, want), *_fake_grads(h, weight, bias, needs), unscale)
 

@@ -35,7 +35,6 @@ from . import kernels
 from .kernels import Cotangents, Epilogue, Statistics
 
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
-_SCRATCH_BYTES = 16 << 20  # what may be allocated at a time beside slab and gradients
 _FP16_LIMIT = 2.0**15  # half of float16's largest number
 _PAD = 64  # elements; the slab's leading dimension is a multiple of it
 _ALIGN = 8  # a 16-bit GEMM whose V is not a multiple of it runs 6 to 8 times slower
@@ -66,6 +65,17 @@ class How(NamedTuple):
     epilogue: Epilogue = kernels.IDENTITY
 
 
+class Plan(NamedTuple):
+    """What changes the speed and not the result.
+
+    vocabulary_major: the gradients are computed in a second pass over the logits; implied by saved statistics.
+    accumulate: by "library" GEMMs, or by the "triton" kernel of templates/accumulate.py.jinja where it can.
+    """
+
+    vocabulary_major: bool = False
+    accumulate: str = "library"
+
+
 class Gradients(NamedTuple):
     """dh [N, H], dweight [V, H], dbias [V], each empty when not needed, all to be multiplied by unscale []."""
 
@@ -73,6 +83,15 @@ class Gradients(NamedTuple):
     dweight: Tensor
     dbias: Tensor
     unscale: Tensor
+
+
+class Buffers(NamedTuple):
+    """Where a caller wants results, and memory that it lends; None: allocated here."""
+
+    stats: Statistics | None = None  # those wanted
+    dh: Tensor | None = None  # [N, H]
+    dweight: Tensor | None = None  # like weight; only where no wider accumulator is kept (see accumulator_dtype)
+    slab: Tensor | None = None  # as large as slab_size says, in h's dtype
 
 
 NO_GRADIENTS = Needs(False, False, False)
@@ -119,6 +138,11 @@ def accumulate_path(
     return "out_dtype" if sixteen_bit and destination == torch.float32 else "fallback"
 
 
+def can_accumulate_by_triton(device_type: str, operand: torch.dtype, destination: torch.dtype) -> bool:
+    """Whether `destination += a @ b` may run on Triton's kernel: 16-bit operands, whose products tensor cores make."""
+    return device_type in kernels.TRITON_DEVICES and operand.itemsize == 2 and destination.itemsize in (2, 4)
+
+
 def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: str) -> None:
     """destination [M, P] = a @ b when first, else += ; a [M, K], b [K, P]."""
     if path == "direct":
@@ -129,9 +153,11 @@ def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: st
             torch.mm(a, b, out_dtype=destination.dtype, out=destination)
         else:
             torch.addmm(destination, a, b, out_dtype=destination.dtype, out=destination)
+    elif path == "triton":
+        kernels.triton_accumulate_(destination, a.t(), b, first)
     elif path == "upcast":
         # for a destination that is small and a contraction that is long: exact products, a part of it at a time
-        step = max(1, _SCRATCH_BYTES // (destination.dtype.itemsize * max(1, *destination.shape)))
+        step = max(1, kernels.SCRATCH_BYTES // (destination.dtype.itemsize * max(1, *destination.shape)))
         for i, (columns, rows) in enumerate(zip(a.split(step, 1), b.split(step), strict=True)):
             beta = 0 if first and i == 0 else 1
             destination.addmm_(columns.to(destination.dtype), rows.to(destination.dtype), beta=beta)
@@ -144,7 +170,7 @@ def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: st
 
 def _scratch_rows(x: Tensor) -> int:
     """Rows of x that may be held in float32 beside the gradients at a time."""
-    return max(1, _SCRATCH_BYTES // (4 * max(1, x.shape[1])))
+    return max(1, kernels.SCRATCH_BYTES // (4 * max(1, x.shape[1])))
 
 
 class _WeightGradient:
@@ -154,7 +180,7 @@ class _WeightGradient:
     in two float32 halves, the first of which is as large as the 16-bit result and becomes it in place.
     """
 
-    def __init__(self, weight: Tensor, accumulator: torch.dtype, path: str):
+    def __init__(self, weight: Tensor, accumulator: torch.dtype, path: str, into: Tensor | None = None):
         self.weight = weight
         strides = torch.empty_like(weight, device="meta").stride()
         self.transposed = strides[1] != 1 and strides[0] == 1  # the parameter is stored as [H, V]
@@ -163,12 +189,17 @@ class _WeightGradient:
         self.path = "upcast" if self.wide and path == "fallback" else path
         cut = min(R, -(-R // (2 * _PAD)) * _PAD) if self.wide else R
         self.parts = [slice(0, cut), slice(cut, R)] if cut < R else [slice(0, R)]
+        if into is not None:
+            self.held = [into.t() if self.transposed else into]
+            return
         self.held = [
             torch.empty(part.stop - part.start, S, dtype=accumulator, device=weight.device) for part in self.parts
         ]
 
     def add(self, slab: Tensor, h: Tensor, blocks: list[slice], first: bool) -> None:
         """(+)= slab.T @ h for slab [C, V], h [C, H], a block of the vocabulary at a time."""
+        if self.path == "triton" and not self.transposed:  # which takes any number of columns
+            blocks = [slice(0, slab.shape[1])]
         for part, held in zip(self.parts, self.held, strict=True):
             for block in blocks:
                 if self.transposed:
@@ -187,7 +218,7 @@ class _WeightGradient:
             flat = total.view(-1).view(self.weight.dtype)[: R * S]
             at = 0
             for held in self.held:
-                for block in held.view(-1).split(_SCRATCH_BYTES // 4):
+                for block in held.view(-1).split(kernels.SCRATCH_BYTES // 4):
                     # a copy in between, as the first blocks lie where they come from; what follows is read later
                     flat[at : at + block.numel()].copy_(block.to(flat.dtype, copy=True))
                     at += block.numel()
@@ -277,15 +308,10 @@ def _largest(x: Tensor) -> Tensor:
     return norm.nan_to_num(posinf=1.0).clamp(min=1.0)
 
 
-def scaled(x: Tensor, factor: Tensor, out: Tensor | None = None) -> Tensor:
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x * factor, multiplied in factor's dtype (float32) and rounded once; factor [] stays on the device."""
-    if x.dtype == factor.dtype:
-        return torch.mul(x, factor, out=out)
-    # torch would round the factor to x's dtype first, so widen x, a bounded part of it at a time
-    out = torch.empty_like(x) if out is None else out
-    step = max(1, _SCRATCH_BYTES // (factor.dtype.itemsize * max(1, x[:1].numel())))
-    for source, destination in zip(x.split(step), out.split(step), strict=True):
-        destination.copy_(source.to(factor.dtype).mul_(factor))
+    out = torch.empty_like(x)
+    kernels.torch_scale_(x, factor, out)
     return out
 
 
@@ -342,6 +368,21 @@ class RowProgram(NamedTuple):
 # ---------------------------------------------------------------- the loop
 
 
+def _padded(columns: Any) -> Any:
+    return -(-columns // _PAD) * _PAD
+
+
+def _columns(N: Any, V: Any, rows: Any) -> Any:
+    """Columns of a block in the vocabulary-major order: its slab is as large as the one of a chunk of rows."""
+    return max(_PAD, rows * V // max(1, N) // _PAD * _PAD)
+
+
+def slab_size(N: int, V: int, chunk_size: int, vocabulary_major: bool) -> int:
+    """Elements of the slab."""
+    rows = min(chunk_size, N)
+    return N * _padded(min(_columns(N, V, rows), V)) if vocabulary_major else rows * _padded(V)
+
+
 def run(
     h: Tensor,  # [N, H]
     weight: Tensor,  # [V, H]
@@ -356,6 +397,8 @@ def run(
     program: str = "",  # or a RowProgram's text that computes them
     row_inputs: Sequence[Tensor] = (),  # each [N], read by program
     needs: Needs = NO_GRADIENTS,
+    plan: Plan = Plan(),  # noqa: B008  immutable
+    into: Buffers = Buffers(),  # noqa: B008  immutable
 ) -> tuple[Statistics | None, Gradients]:
     """Row statistics (unless saved), and the gradients that are needed for the cotangents of each row.
 
@@ -365,19 +408,28 @@ def run(
     check_shapes(h, weight, target, bias, class_weight)
     check_labels(target, weight.shape[0], how.ignore_index)
     with torch.autocast(h.device.type, enabled=False):
-        head = _Head(h, weight, target, bias, class_weight, how)
+        head = _Head(h, weight, target, bias, class_weight, how, plan, into)
         dtype = stat_dtype(h.dtype)
         g = Cotangents(*(None if x is None else x.to(dtype) for x in cotangents or Cotangents()))
         if saved is not None:
-            return None, head.vocabulary_major(saved, g, needs)
-        return head.rows_major(want, g, RowProgram.parse(program) if program else None, row_inputs, needs)
+            grads = head.vocabulary_major(saved, g, needs)
+            if h.dtype == torch.float16:  # nothing is deferred
+                for grad in grads[:3]:
+                    kernels.scale_(grad, grads.unscale)
+            return None, grads
+        computed = RowProgram.parse(program) if program else None
+        if plan.vocabulary_major and any(needs):
+            stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
+            g = g if computed is None else computed(stats[: len(ROW_STATISTICS)], row_inputs)
+            return stats, head.vocabulary_major(stats, g, needs)
+        return head.rows_major(want, g, computed, row_inputs, needs)
 
 
 class _Head:
     """The operands of the loop, in the dtypes and layouts that its products take."""
 
-    def __init__(self, h, weight, target, bias, class_weight, how):
-        self.dtype, self.device, self.how = h.dtype, h.device, how
+    def __init__(self, h, weight, target, bias, class_weight, how, plan, into):
+        self.dtype, self.device, self.how, self.plan, self.into = h.dtype, h.device, how, plan, into
         (self.N, self.H), self.V = h.shape, weight.shape[0]
         self.rows = max(1, min(how.chunk_size, self.N))
         self.h = h if h.stride(-1) == 1 else h.contiguous()
@@ -391,6 +443,16 @@ class _Head:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def dh(self, needed: bool, dtype: torch.dtype) -> Tensor:
+        if needed and self.into.dh is not None and self.into.dh.dtype == dtype:
+            return self.into.dh
+        return self.empty(*self.h.shape, dtype=dtype) if needed else self.empty(0, dtype=dtype)
+
+    def slab(self, rows: int, columns: int) -> Tensor:
+        """[rows, columns] of the memory lent for it, or new."""
+        lent = self.into.slab
+        return self.empty(rows, columns) if lent is None else lent[: rows * columns].view(rows, columns)
 
     def path(self, destination: torch.dtype) -> str:
         return accumulate_path(self.device.type, self.capability, self.dtype, destination)
@@ -447,20 +509,22 @@ class _Head:
     def rows_major(self, want, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
         N, V, rows = self.N, self.V, self.rows
         grad = any(needs)
-        stats = Statistics(
+        stats = self.into.stats or Statistics(
             *(self.empty(N, dtype=self.stats) for _ in range(3)),
             self.empty(N, dtype=self.stats) if want.zsum else None,
             self.empty(N, dtype=self.stats) if want.pz else None,
             self.empty(N, dtype=torch.int64) if want.argmax else None,
         )
-        dh = self.empty(*self.h.shape) if needs.dh else self.empty(0)
+        dh = self.dh(needs.dh, self.dtype)
         accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))
         path = self.path(accumulator)
-        dweight = _WeightGradient(self.weight, accumulator, path) if needs.dweight else None
+        can = can_accumulate_by_triton(self.device.type, self.dtype, accumulator)
+        by = "triton" if can and self.plan.accumulate == "triton" else path
+        dweight = _WeightGradient(self.weight, accumulator, by, self.into.dweight) if needs.dweight else None
         dbias = torch.zeros(V if needs.dbias else 0, dtype=self.stats, device=self.device)
         scale = self.scale(g, needs, path == "out_dtype")
         parts = self.blocks(V)
-        slab_rows = self.empty(rows if N else 0, -(-V // _PAD) * _PAD)
+        slab_rows = self.slab(rows if N else 0, _padded(V))
         for lo in range(0, N, rows):
             chunk = slice(lo, min(lo + rows, N))
             slab = slab_rows[: chunk.stop - lo, :V]
@@ -487,17 +551,16 @@ class _Head:
 
     def vocabulary_major(self, stats: Statistics, g: Cotangents, needs: Needs) -> Gradients:
         N, V = self.N, self.V
-        columns = max(_PAD, self.rows * V // max(1, N) // _PAD * _PAD)  # a slab as large as a chunk of rows takes
-        blocks = self.blocks(min(columns, V))
+        blocks = self.blocks(min(_columns(N, V, self.rows), V))
         wide = self.path(self.stats)
         wide = "upcast" if wide == "fallback" else wide
-        dh = self.empty(*self.h.shape, dtype=self.stats) if needs.dh else self.empty(0)
-        dweight = torch.empty_like(self.weight) if needs.dweight else self.weight.new_empty(0)
+        dh = self.dh(needs.dh, self.stats)
+        dweight = self.into.dweight if needs.dweight else self.weight.new_empty(0)
+        dweight = torch.empty_like(self.weight) if dweight is None else dweight
         path = self.path(self.weight.dtype)
         dbias = self.empty(V if needs.dbias else 0, dtype=self.stats)
         scale = self.scale(g, needs, path == "out_dtype")
-        width = -(-blocks[0].stop // _PAD) * _PAD
-        slab_columns = self.empty(N, width)
+        slab_columns = self.slab(N, _padded(blocks[0].stop))
         for columns in blocks:
             slab = slab_columns[:, : columns.stop - columns.start]
             self.logits_(slab, slice(0, N), columns)
@@ -508,4 +571,6 @@ class _Head:
                 accumulate_(dweight[columns], slab.t(), self.h, True, path)
             if needs.dbias:
                 torch.sum(slab, 0, dtype=self.stats, out=dbias[columns])
+        if needs.dh and self.into.dh is not None and self.into.dh is not dh:
+            dh = self.into.dh.copy_(dh)
         return self.finish(dh.to(self.dtype), dweight, dbias, scale)

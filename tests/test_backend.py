@@ -1,6 +1,7 @@
 """The ways in: backend name, options, config keys, and the passes that the user has set."""
 
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -221,12 +222,14 @@ def test_explain_says_why_not():
 def test_uuid_changes_with_sources(monkeypatch, tmp_path):
     from flce_inductor import kernels
 
-    before = backend._uuid.__wrapped__()
-    template = tmp_path / "rows.py.jinja"
-    template.write_text("changed")
-    files = [f for f in kernels.source_hash_files() if not f.endswith(".jinja")]
-    monkeypatch.setattr(kernels, "source_hash_files", lambda: (*files, str(template)))
-    assert backend._uuid.__wrapped__() != before
+    before = backend._PASSES["joint_custom_pre_pass"].uuid()
+    assert before == kernels.source_digest.__wrapped__()
+    for template in kernels._template_dir().glob("*.jinja"):
+        shutil.copy(template, tmp_path)
+    monkeypatch.setattr(kernels, "_template_dir", lambda: tmp_path)
+    assert kernels.source_digest.__wrapped__() == before
+    (tmp_path / "accumulate.py.jinja").write_text("changed")
+    assert kernels.source_digest.__wrapped__() != before
 
 
 def test_nothing_to_rewrite_generates_stock_code():

@@ -440,7 +440,7 @@ class TestInPlaceBackward:
     @pytest.mark.parametrize("in_place", [False, True])
     def test_allocations_of_the_backward(self, dtype, in_place, monkeypatch):
         """The default's backward allocates one [V, H]; in place none."""
-        monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1 << 10)
+        monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1 << 10)
         V, H = 512, 24
         h, weight, _, target = problem(dtype, H=H, V=V)
         with Allocations(h, weight, target) as forward:

@@ -163,8 +163,11 @@ def test_two_runs_are_bitwise_equal(dtype):
 
 def test_captured_by_a_cuda_graph():
     """mode="reduce-overhead" captures the step, and its replays are right for new data."""
+    from torch._dynamo.utils import counters
+
     h, weight, target = head(512, 256, 5000, torch.bfloat16)
     options = {**SMALL, "triton.cudagraphs": True}
+    skipped = counters["inductor"]["cudagraph_skips"]
     compiled = torch.compile(loss_fn, backend="flce_inductor", options=options)
     for seed in range(5):
         torch.manual_seed(seed)
@@ -177,6 +180,7 @@ def test_captured_by_a_cuda_graph():
         want.backward()
         assert abs(float(loss) - float(want)) < 5e-2  # the loss is bfloat16
         assert (weight.grad.float() - w.grad).norm() / w.grad.norm() < 1e-2
+    assert counters["inductor"]["cudagraph_skips"] == skipped
 
 
 @pytest.mark.parametrize("extra", [{"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"softcap": 20.0}, {"weight": True}])

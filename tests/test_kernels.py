@@ -32,7 +32,6 @@ from flce_inductor.kernels import (
     Statistics,
     rows_,
     select,
-    source_hash_files,
     torch_rows_,
     triton_rows_,
 )
@@ -1013,14 +1012,6 @@ def test_select_takes_rows_of_each_vector():
     assert part.max.tolist() == [1, 2] and part.logsum.tolist() == [2, 3]
     part.max.zero_()
     assert x.tolist() == [0, 0, 0, 3]  # views
-
-
-def test_source_hash_files_are_this_package_s_kernels_and_templates():
-    files = source_hash_files()
-    assert all(Path(f).is_absolute() and Path(f).is_file() for f in files)
-    assert [Path(f).name for f in files[:1]] == ["kernels.py"]
-    assert "rows.py.jinja" in {Path(f).name for f in files[1:]}
-    assert all(f.endswith(".jinja") for f in files[1:]) and len(set(files)) == len(files)
 
 
 # ---------------------------------------------------------------- the Triton kernel on a GPU

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flce_inductor import runtime
+from flce_inductor import kernels, runtime
 from flce_inductor.kernels import IDENTITY, Cotangents, Epilogue, Statistics
 from flce_inductor.runtime import How, Needs, RowProgram, Want
 
@@ -719,7 +719,7 @@ class TestMemory:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("weight_dtype", ["same", torch.float32])
     def test_one_slab_one_dweight(self, dtype, weight_dtype, monkeypatch):
-        monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1 << 14)
+        monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1 << 14)
         head, g = self.head(dtype, weight_dtype), Cotangents(torch.ones(self.N))
         seen = self.count(head, g, how=how(self.C, "param"))
         assert seen.seen.count((self.SLAB, dtype)) == 1
@@ -737,7 +737,7 @@ class TestMemory:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_float32_accumulation_of_a_16_bit_parameter(self, dtype, accum_dtype, monkeypatch):
         """Two float32 halves, the first of which becomes the result: never a whole [V, H] in float32."""
-        monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1 << 16)
+        monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1 << 16)
         head, g = self.head(dtype, "same"), Cotangents(torch.ones(self.N))
         rows = self.C // 2  # 32 chunks
         seen = self.count(head, g, how=how(rows, accum_dtype))
@@ -752,7 +752,7 @@ class TestMemory:
     @pytest.mark.parametrize("accum_dtype", ["param", "float32"])
     def test_vocabulary_major(self, dtype, weight_dtype, accum_dtype, monkeypatch):
         """One dweight, rounded once, needs no accumulator; the slab is as large as rows-major's."""
-        monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1 << 14)
+        monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1 << 14)
         head, g = self.head(dtype, weight_dtype), Cotangents(torch.ones(self.N))
         stats = row_stats(head, how(self.C))
         with Allocations([*head, g.nll, *stats]) as seen:
@@ -820,7 +820,7 @@ def test_accumulate_path(device, capability, operand, destination, path):
 
 @pytest.mark.parametrize("path", ["direct", "fallback"])
 def test_every_path_accumulates(path, monkeypatch):
-    monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1000)  # several blocks
+    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1000)  # several blocks
     slab, h = torch.randn(3, 20, 50), torch.randn(3, 20, 7)
     dweight = torch.full((50, 7), float("nan"))
     for i in range(3):
@@ -834,7 +834,7 @@ def test_every_path_accumulates(path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_dweight_in_two_float32_halves_is_rounded_once(dtype, R, transposed, aligned, monkeypatch):
     """And in place: what is returned has the layout of the weight, in a storage of its size but for the padding."""
-    monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 1000)  # several blocks
+    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 1000)  # several blocks
     S, gen = 23, torch.Generator().manual_seed(R)
     stored = torch.empty(R, S, dtype=dtype)
     weight = stored.t() if transposed else stored
@@ -898,9 +898,10 @@ def test_unaligned_split(chunk, order, monkeypatch):
 )
 def test_scaled_rounds_once(dtype, factor, monkeypatch):
     """x * factor with a float32 factor that the dtype of x doesn't hold, in blocks."""
-    monkeypatch.setattr(runtime, "_SCRATCH_BYTES", 100)
+    monkeypatch.setattr(kernels, "SCRATCH_BYTES", 100)
     x, factor = (torch.randn(30, 7) / max(factor, 1)).to(dtype), torch.tensor(factor * math.pi / 3)
     want = (x.float() * factor).to(dtype)
     assert torch.equal(runtime.scaled(x, factor), want)
     y = x.clone()
-    assert runtime.scaled(y, factor, out=y) is y and torch.equal(y, want)
+    kernels.scale_(y, factor)
+    assert torch.equal(y, want)

@@ -1,0 +1,334 @@
+"""Inductor's lowering of the three ops: what they write, and the slab, become buffers of Inductor's.
+
+So they show in the generated code and take part in its memory planning. The loop itself is one call of run_ (ops.py),
+whatever the number of chunks: neither compile time nor code size depend on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._inductor import ir
+from torch._inductor.codecache import write_atomic
+from torch._inductor.lowering import empty_strided, fallback_handler, lowerings, register_lowering, to_dtype
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from . import chunking, config, kernels, ops, runtime  # noqa: F401  ops registers the operators
+from .explain import record_tuning
+
+_OPS = torch.ops.flce_inductor
+_scale_ = fallback_handler(_OPS.scale_.default, add_to_fallback_set=False)
+_run_ = fallback_handler(_OPS.run_.default, add_to_fallback_set=False)
+
+
+def _buffer(like: torch.Tensor) -> Any:
+    """A buffer of Inductor's with the shape and strides of a fake tensor, not initialised."""
+    shape, strides = map(ir.convert_shape_to_inductor, (like.shape, like.stride()))
+    return empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+def _slab(h: torch.Tensor, classes: Any, chunk_size: int, orders: set[bool]) -> Any:
+    """The slab's buffer, if its size is known; orders: whether the loop goes vocabulary-major, or both ways."""
+    N = h.shape[0]
+    if not isinstance(N, int) or not isinstance(classes, int):
+        return None  # run_ allocates it
+    size = max(runtime.slab_size(N, classes, chunk_size, order) for order in orders)
+    return empty_strided([size], [1], dtype=h.dtype, device=h.device)
+
+
+def _wide(h: torch.Tensor, weight: torch.Tensor, chunk_size: int, accum_dtype: str) -> bool:
+    """Whether the loop over rows may keep an accumulator wider than dweight, which is then its own affair."""
+    N = h.shape[0]
+    chunks = -(-N // chunk_size) if isinstance(N, int) else 1 << 62
+    return runtime.accumulator_dtype(weight.dtype, accum_dtype, chunks) != weight.dtype
+
+
+def _run(
+    head: tuple,
+    saved: tuple,
+    cotangents: tuple,
+    program: tuple,
+    how: tuple,
+    want: list[bool],
+    needs: list[bool],
+    plan: runtime.Plan = runtime.Plan(),  # noqa: B008  immutable
+) -> tuple[list, list]:
+    """One call of run_: the statistics that the op returns, and dh, dweight, dbias, unscale."""
+    node = V.graph.current_node
+    h, weight = (node.args[i].meta["val"] for i in (0, 1))
+    _, chunk_size, accum_dtype, *_ = how
+    recompute, returned = saved[0] is not None, list(node.meta["val"])
+    stats = [] if recompute else [_buffer(x) for x in returned[:6]]
+    grads = [_buffer(x) for x in returned[len(stats) : len(stats) + 3]]
+    columns_first = recompute or plan.vocabulary_major
+    own = needs[1] and not columns_first and _wide(h, weight, chunk_size, accum_dtype)
+    own_dweight, dbias, unscale = _run_(
+        *head,
+        *saved,
+        *cotangents,
+        *program,
+        *how,
+        want,
+        needs,
+        *plan,
+        [s for s, wanted in zip(stats, (True, True, True, *want), strict=False) if wanted],
+        grads[0] if needs[0] else None,
+        grads[1] if needs[1] and not own else None,
+        _slab(h, weight.shape[0], chunk_size, {recompute, columns_first}),
+    )
+    if grads:
+        grads = [grads[0], own_dweight if own else grads[1], dbias, unscale]
+    return stats, grads
+
+
+def _scalable(x: Any) -> bool:
+    """Whether x may be overwritten: a tensor that the forward saved for this node only."""
+    alone = len(V.graph.current_node.args[0].users) == 1
+    return alone and isinstance(x.data, ir.StorageBox) and isinstance(x.data.data, ir.DonatedBuffer)
+
+
+_NOTHING = [False] * 3
+
+
+@functools.cache
+def register() -> None:
+    """Make Inductor lower the ops so; done once, before the first graph that has one."""
+
+    @register_lowering(_OPS.row_stats.default, type_promotion_kind=None)
+    def row_stats(*args):
+        *how, want = args[5:]
+        return tuple(_run(args[:5], (None,) * 3, (None,) * 4, ([], ""), how, want, _NOTHING)[0])
+
+    @register_lowering(_OPS.row_stats_backward.default, type_promotion_kind=None)
+    def row_stats_backward(*args):
+        *how, needs = args[12:]
+        return tuple(_run(args[:5], args[5:8], args[8:12], ([], ""), how, _NOTHING, needs)[1][:3])
+
+    @register_lowering(_OPS.scale.default, type_promotion_kind=None)
+    def scale(x, factor):
+        if _scalable(x):
+            _scale_(x, factor)
+            return x
+        wide = to_dtype(x, factor.get_dtype())
+        return to_dtype(lowerings[torch.ops.aten.mul.Tensor](wide, factor), x.get_dtype())
+
+    @register_lowering(_OPS.row_stats_with_grads.default, type_promotion_kind=None)
+    def row_stats_with_grads(*args):
+        how, want, needs, plan = args[11:18], args[18], args[19], runtime.Plan(*args[20:])
+        stats, grads = _run(args[:5], (None,) * 3, args[5:9], args[9:11], how, want, needs, plan)
+        return (*stats, *grads)
+
+
+# ---------------------------------------------------------------- tuning
+
+
+class Candidate(NamedTuple):
+    """One way to run a site's loop."""
+
+    chunk_size: int
+    plan: runtime.Plan
+
+    def __str__(self) -> str:
+        order = "vocabulary-major" if self.plan.vocabulary_major else "rows-major"
+        return f"{self.chunk_size} rows {order} {self.plan.accumulate}"
+
+
+def tune(graph: torch.fx.Graph) -> None:
+    """Give each row_stats_with_grads the fastest way to run on its device, where tuning is switched on.
+
+    N is taken for its value now where it is dynamic; what is chosen is right for every N. Choices are kept in
+    Inductor's cache directory: a second process tunes nothing.
+    """
+    settings = config.current()
+    if not (inductor_config.max_autotune if settings.autotune is None else settings.autotune):
+        return
+    for node in graph.find_nodes(op="call_function", target=_OPS.row_stats_with_grads.default):
+        problem = _Problem.of(node)
+        if problem is None:
+            continue
+        times = _times(problem, settings)
+        chosen = choose(times, problem, settings.tolerance)
+        node.args = (*node.args[:12], chosen.chunk_size, *node.args[13:20], *chosen.plan)
+        record_tuning(node, str(chosen), {str(c): seconds for c, seconds in times.items()})
+
+
+class _Problem(NamedTuple):
+    """What the time of a site's loop depends on."""
+
+    N: int
+    H: int
+    V: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    device: torch.device
+    bias: bool
+    class_weight: bool
+    cotangents: tuple[bool, ...]
+    how: tuple
+    want: tuple[bool, ...]
+    needs: tuple[bool, ...]
+
+    @staticmethod
+    def of(node: torch.fx.Node) -> _Problem | None:
+        h, weight = (node.args[i].meta["val"] for i in (0, 1))
+        N, V_ = (x if isinstance(x, int) else x.node.hint for x in (h.shape[0], weight.shape[0]))
+        if not N or not V_ or weight.shape[1] != h.shape[1]:
+            return None
+        args = node.args
+        return _Problem(
+            N,
+            int(h.shape[1]),
+            V_,
+            h.dtype,
+            weight.dtype,
+            h.device,
+            args[3] is not None,
+            args[4] is not None,
+            # a program's cotangents are taken for those of a loss
+            (True, False, False, False) if args[10] else tuple(g is not None for g in args[5:9]),
+            (args[11], *args[13:18]),
+            tuple(args[18]),
+            tuple(args[19]),
+        )
+
+    def candidates(self, settings: config.Settings) -> list[Candidate]:
+        facts = chunking.card(self.device)
+        sizes = chunking.candidates(self.N, self.V, self.dtype, facts, settings.chunk_size, settings.max_slab_bytes)
+        accumulate = ["library"]
+        if self.needs[1] and runtime.can_accumulate_by_triton(self.device.type, self.dtype, self.weight_dtype):
+            accumulate.append("triton")
+        plans = [runtime.Plan(False, a) for a in accumulate] + [runtime.Plan(True)]
+        return [Candidate(size, plan) for size in sizes for plan in plans]
+
+    def bytes(self, candidate: Candidate) -> int:
+        """What timing a candidate allocates: weight, dweight, up to all of h and dh, the slab."""
+        rows = self.N if candidate.plan.vocabulary_major else min(self.N, 2 * candidate.chunk_size)
+        weights = self.V * self.H * (self.dtype.itemsize + self.weight_dtype.itemsize + 4)
+        slab = runtime.slab_size(self.N, self.V, candidate.chunk_size, False) * self.dtype.itemsize
+        return weights + rows * self.H * (2 * self.dtype.itemsize + 4) + slab
+
+
+def choose(times: dict[Candidate, float], problem: _Problem, tolerance: float) -> Candidate:
+    """The candidate with the smallest slab among those within tolerance of the fastest, the faster of equals."""
+    fastest = min(times.values())
+    good = [c for c, seconds in times.items() if seconds <= (1 + tolerance) * fastest]
+    return min(good, key=lambda c: (min(c.chunk_size, problem.N), times[c]))
+
+
+def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, float]:
+    """Seconds of a whole site for each candidate that fits into memory, from the cache or measured."""
+    candidates = problem.candidates(settings)
+    key = hashlib.sha256(repr((problem, candidates, _environment(problem.device))).encode()).hexdigest()
+    path = os.path.join(cache_dir(), "flce_inductor", f"{key}.json")
+    with contextlib.suppress(OSError, ValueError):
+        with open(path) as file:
+            seconds = json.load(file)
+        return {c: seconds[str(c)] for c in candidates if str(c) in seconds}
+    fitting = [c for c in candidates if problem.bytes(c) < 0.9 * _available(problem.device)] or candidates[:1]
+    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(_devices(problem.device)):
+        benchmark = _Benchmark(problem)
+        times = {c: benchmark(c) for c in fitting}
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_atomic(path, json.dumps({str(c): seconds for c, seconds in times.items()}))
+    return times
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _environment(device: torch.device) -> tuple[str, ...]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    return name, torch.__version__, kernels.source_digest()
+
+
+def _available(device: torch.device) -> int:
+    """Bytes that an allocation may take now."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+class _Benchmark:
+    """Times candidates over operands of its own: random, with labels that are valid."""
+
+    def __init__(self, problem: _Problem):
+        self.problem = p = problem
+        torch.manual_seed(0)
+
+        def normal(*shape, dtype):
+            return torch.randn(shape, dtype=dtype, device=p.device)
+
+        self.h = normal(p.N, p.H, dtype=p.dtype)
+        self.weight = normal(p.V, p.H, dtype=p.weight_dtype).mul_(p.H**-0.5)
+        self.target = torch.randint(p.V, (p.N,), device=p.device)
+        self.bias = normal(p.V, dtype=p.weight_dtype) if p.bias else None
+        stats = runtime.stat_dtype(p.dtype)
+        self.class_weight = torch.ones(p.V, dtype=stats, device=p.device) if p.class_weight else None
+        self.g = torch.full((p.N,), 1 / p.N, dtype=stats, device=p.device)
+
+    def __call__(self, candidate: Candidate) -> float:
+        """Seconds for all N rows, from the time of one chunk, or block of columns, and of two."""
+        p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
+        if candidate.plan.vocabulary_major:
+            statistics = self.seconds(candidate, rows, p.V, needs=runtime.NO_GRADIENTS) * p.N / rows
+            columns = min(p.V, max(64, rows * p.V // p.N // 64 * 64))
+            parts = [self.seconds(candidate, p.N, min(n * columns, p.V), saved=True) for n in (1, 2)]
+            return statistics + parts[0] + (p.V / columns - 1) * max(0.0, parts[1] - parts[0])
+        parts = [self.seconds(candidate, min(n * rows, p.N), p.V) for n in (1, 2)]
+        return parts[0] + (p.N / rows - 1) * max(0.0, parts[1] - parts[0])
+
+    def seconds(self, candidate: Candidate, rows: int, columns: int, *, needs=None, saved=False) -> float:
+        """Median of three runs over the first rows and columns."""
+        p = self.problem
+        ignore_index, accum_dtype, function, *numbers = p.how
+        slab = candidate.chunk_size * p.V // columns if saved else candidate.chunk_size
+        how = runtime.How(ignore_index, slab, accum_dtype, kernels.Epilogue(function, *numbers))
+        cut = [None if x is None else x[:columns] for x in (self.weight, self.bias, self.class_weight)]
+        target = self.target[:rows].remainder(columns)
+        zeros = self.g.new_zeros(rows)
+        g = kernels.Cotangents(*(self.g[:rows] if given else None for given in p.cotangents))
+        needs = runtime.Needs(*p.needs) if needs is None else needs
+
+        def work():
+            runtime.run(
+                self.h[:rows],
+                cut[0],
+                target,
+                cut[1],
+                cut[2],
+                how,
+                want=runtime.Want(*p.want),
+                saved=kernels.Statistics(None, zeros, zeros, None, zeros, None) if saved else None,
+                cotangents=g,
+                needs=needs,
+                plan=candidate.plan,
+            )
+
+        return _median_seconds(work, p.device)
+
+
+def _median_seconds(work: Callable[[], None], device: torch.device, repeats: int = 3) -> float:
+    times = []
+    for _ in range(1 + repeats):  # the first warms up
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
