@@ -1,4 +1,4 @@
-"""dweight += dlogits.T @ h for one chunk: the library's addmm beside the Triton kernel of templates/accumulate.py.jinja.
+"""dweight += dlogits.T @ h for one chunk: the library's addmm beside the kernel of templates/accumulate.py.jinja.
 
     python -m benchmarks.accumulate --shapes 4096x128256,4096x32000,768x50257 --chunk-sizes 256,512,1024,2048
 

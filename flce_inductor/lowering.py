@@ -164,6 +164,12 @@ def tune(graph: torch.fx.Graph) -> None:
         record_tuning(node, str(chosen), {str(c): seconds for c, seconds in times.items()})
 
 
+def _hint(size: int | torch.SymInt) -> int | None:
+    """A size as a number, where the graph knows one for now."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return None if hint is None else int(hint)
+
+
 class _Problem(NamedTuple):
     """What the time of a site's loop depends on."""
 
@@ -183,14 +189,14 @@ class _Problem(NamedTuple):
     @staticmethod
     def of(node: torch.fx.Node) -> _Problem | None:
         h, weight = (node.args[i].meta["val"] for i in (0, 1))
-        N, V_ = (x if isinstance(x, int) else x.node.hint for x in (h.shape[0], weight.shape[0]))
-        if not N or not V_ or weight.shape[1] != h.shape[1]:
+        N, H, classes = (_hint(x) for x in (h.shape[0], h.shape[1], weight.shape[0]))
+        if not N or not H or not classes:
             return None
         args = node.args
         return _Problem(
             N,
-            int(h.shape[1]),
-            V_,
+            H,
+            classes,
             h.dtype,
             weight.dtype,
             h.device,
