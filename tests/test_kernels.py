@@ -707,7 +707,8 @@ needs_triton = pytest.mark.skipif(_version("triton") is None, reason="triton is 
 )
 def test_the_triton_kernel_under_the_interpreter():
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::TestRows"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        + [f"{__file__}::{name}" for name in ("TestRows", "TestScaleAndAccumulate")],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
@@ -717,6 +718,73 @@ def test_the_triton_kernel_under_the_interpreter():
     passed = re.search(r"(\d+) passed", child.stdout)
     assert passed and int(passed[1]) > 100, child.stdout
     assert "skipped" not in child.stdout, child.stdout
+
+
+class TestScaleAndAccumulate:
+    """The kernels without a CPU twin of their own, under the interpreter; on a card by test_lowering.py."""
+
+    pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+    @pytest.mark.parametrize("size", [1, 4096, 5000])
+    @pytest.mark.parametrize("factor", [1.0, -0.37])
+    def test_scale(self, size, factor, monkeypatch):
+        monkeypatch.setattr(kernels, "_SCALE_PROGRAMS", 1)  # each program takes several blocks
+        x = torch.randn(size + 7)
+        want, factor = x.clone(), torch.tensor(factor)
+        want[:size] *= factor
+        kernels.triton_scale_(x[:size], factor)
+        assert torch.equal(x, want)
+
+    @pytest.mark.parametrize(("M", "P", "K"), [(203, 70, 50), (64, 64, 32), (130, 33, 7), (700, 10, 65)])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_accumulate(self, M, P, K, first):
+        torch.manual_seed(0)
+        a, b, into = torch.randn(K, M + 5)[:, :M], torch.randn(K, P), torch.randn(M + 1, P + 3)
+        want = into.double()
+        want[:M, :P] = a.double().t() @ b.double() + (0 if first else want[:M, :P])
+        kernels.triton_accumulate_(into[:M, :P], a, b, first)
+        torch.testing.assert_close(into.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves nothing to compile")
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("into", ["bf16", "fp32"])
+def test_scale_and_accumulate_compile(capability, into, tmp_path, monkeypatch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = GPUTarget("cuda", capability, 32)
+    scale = {"x_ptr": f"*{into}", "factor_ptr": "*fp32", "size": "i64", "BLOCK": "constexpr"}
+    source = ASTSource(kernels._load_scale(), scale, {"BLOCK": 4096})
+    assert f".target sm_{capability}" in triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    blocks = kernels._accumulate_config(dtypes[into], torch.bfloat16)
+    constants = dict(zip(("BLOCK_M", "BLOCK_P", "BLOCK_K"), blocks, strict=False)) | {"FIRST": False, "GROUP": 8}
+    for descriptors in (False, True) if capability >= 90 else (False,):
+        kernel = kernels.load_accumulate(descriptors, ieee=False)
+        m, p, k = blocks[:3]
+        operands = {"into": (into, f"{m},{p}"), "a": ("bf16", f"{k},{m}"), "b": ("bf16", f"{k},{p}")}
+        signature = {}
+        for parameter in kernel.params:
+            name = parameter.name.partition("_")[0]
+            if parameter.name.endswith("_ptr"):
+                signature[parameter.name] = f"*{operands[name][0]}"
+            elif parameter.name.endswith("_desc"):
+                signature[parameter.name] = "tensordesc<{}[{}]>".format(*operands[name])
+            else:
+                signature[parameter.name] = "constexpr" if parameter.name in constants else "i32"
+        divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)} if not descriptors else {}
+        source = ASTSource(kernel, signature, constants, divisible)
+        ptx = triton.compile(source, target=target, options={"num_warps": blocks[3], "num_stages": blocks[4]}).asm[
+            "ptx"
+        ]
+        assert f".target sm_{capability}" in ptx
+        assert ("cp.async.bulk.tensor" in ptx) == descriptors
+        assert capability != 90 or "wgmma" in ptx
 
 
 def all_keys(float64=False):
