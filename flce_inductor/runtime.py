@@ -335,19 +335,20 @@ class RowProgram(NamedTuple):
     Registers: the ROW_STATISTICS, then the row inputs, then each step's result. A step is [op, *operands], an operand
     ["r", register], a number, or None for an argument left out; op is one of ROW_OPS, or "to" with a dtype's name.
     cotangents: the registers of g_nll, g_lse, g_zsum and g_pz, None where there is none. As text it is JSON (with
-    Python's Infinity and NaN), part of a graph's cache key.
+    Python's Infinity and NaN) in single quotes, which Inductor's C++ wrapper can write down; part of a graph's cache
+    key.
     """
 
     steps: list[list[Any]]
     cotangents: list[int | None]
 
     def text(self) -> str:
-        return json.dumps(self._asdict())
+        return json.dumps(self._asdict()).replace('"', "'")
 
     @staticmethod
     @functools.cache
     def parse(text: str) -> RowProgram:
-        program = RowProgram(**json.loads(text))
+        program = RowProgram(**json.loads(text.replace("'", '"')))
         for op, *_ in program.steps:
             if op != "to" and op not in ROW_OPS:
                 raise ValueError(f"flce_inductor: a row program has no {op!r}, only to, {', '.join(ROW_OPS)}")

@@ -158,6 +158,14 @@ def test_gradients_that_others_may_need_are_not_scaled_in_place():
             assert_right(got, [x * factor * 2 for x in want[1:]], 2e-6)  # reference's incoming gradient is 0.5
 
 
+def test_cpp_wrapper():
+    """Strings, lists and missing tensors through Inductor's C++ wrapper; a row program among them."""
+    args = problem()
+    with fresh(chunk_size=16), fresh_cache(), torch._inductor.config.patch(cpp_wrapper=True):
+        assert_right(step(torch.compile(family, backend="flce_inductor"), args), reference(family, args), 2e-6)
+    assert counters["inductor"]["flce_hoisted"] == 1
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
