@@ -3,6 +3,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _no_leftover_compilations():
-    """A test neither hits another's recompile limit nor finds its compiled code."""
+def _as_the_first_test():
+    """A test neither hits another's recompile limit nor finds its compiled code, and draws the same random numbers."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
