@@ -37,7 +37,8 @@ class Reason(enum.Enum):
     )
     RETURNED = (
         "the logits are returned from the compiled function, so they must exist",
-        "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss)",
+        "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss),"
+        ' or set flce_inductor.unused_logits="nan" if nobody reads them while training',
     )
     CLASS_PROBABILITIES = (
         "the target holds class probabilities, not class indices",
@@ -154,6 +155,7 @@ class Site:
     logits_bytes: int | None = None  # None: unknown until run time (dynamic N)
     one_pass: bool | None = None  # None: not known (no backward seen)
     pass_reason: Reason | None = None
+    returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
@@ -164,6 +166,8 @@ class Site:
         size = "N x V" if self.logits_bytes is None else f"{self.logits_bytes / 2**20:.0f} MiB"
         lines.append(f"    N={self.N} H={self.H} V={self.V} {self.dtype}, {self.chunk_size} rows a chunk")
         lines.append(f"    {size} of logits never exist")
+        if self.returns_nan:
+            lines.append('    the logits that the function returns are NaN (flce_inductor.unused_logits="nan")')
         if self.one_pass:
             lines.append("    gradients are computed in the forward (6 NVH)")
         elif self.pass_reason is not None:

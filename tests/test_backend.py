@@ -110,6 +110,9 @@ WRONG = [
     ("min_logits_bytes", -1),
     ("min_logits_bytes", None),
     ("min_vocab_size", -1),
+    ("unused_logits", "zero"),
+    ("unused_logits", None),
+    ("unused_logits", True),
 ]
 
 

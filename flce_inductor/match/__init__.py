@@ -11,8 +11,9 @@ import operator
 
 import torch
 from torch.fx.node import Node
+from torch.utils._pytree import tree_leaves
 
-from .. import chunking, config, ops
+from .. import _compat, chunking, config, ops
 from ..explain import Reason, Site, record, where
 from ..runtime import Want
 from . import anchors
@@ -85,15 +86,17 @@ def rewrite(graph: torch.fx.Graph) -> None:
         try:
             for site in losses:
                 _measure(site, head)
-            groups = _groups(head)
+            groups, returned = _groups(head)
             _check(head, groups, changes)
+            _check_returned(head, groups, returned, changes)
         except Refused as refused:
             for site in losses:
                 site.reason, site.detail = refused.reason, refused.detail
         else:
-            chunk_size = _replace(head, groups, changes, written)
+            _return_nan(head, returned)
+            chunk_size = _replace(head, groups, returned, changes, written)
             for site in losses:
-                site.chunk_size = chunk_size
+                site.chunk_size, site.returns_nan = chunk_size, bool(returned)
     for site in sites:
         record(site)
     if written:
@@ -123,15 +126,22 @@ def _measure(site: Site, head: Head) -> None:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
 
-def _groups(head: Head) -> list[_Group]:
-    """All that reads the logits, in groups that a row_stats can serve each; refuses what isn't understood."""
+def _groups(head: Head) -> tuple[list[_Group], list[Place]]:
+    """All that reads the logits, in groups that a row_stats can serve each, and the places that are returned.
+
+    Refuses what isn't understood.
+    """
     places = {head.node: Place(head.node, rows=head.node)}
     readers: dict[Node, Reader] = {}
+    returned: list[Place] = []
     unknown: list[tuple[Node, Refused]] = []
     for node in (waiting := [head.node]):
         for user in node.users:
             if user.op == "output":
-                raise Refused(Reason.RETURNED)
+                if config.current().unused_logits == "keep":
+                    raise Refused(Reason.RETURNED)
+                returned.append(places[node])
+                continue
             reader = anchors.read(places[node], user)
             if reader is not None:
                 readers[reader.node] = reader
@@ -153,7 +163,7 @@ def _groups(head: Head) -> list[_Group]:
         if not any(group.add(reader, position) for group in groups):
             kind = (reader.target, reader.class_weight, reader.ignore_index)
             groups.append(_Group(reader.place, reader.node, [reader], *kind, reader.want))
-    return groups
+    return groups, returned
 
 
 def _leads_to_loss(node: Node) -> bool:
@@ -233,6 +243,51 @@ def _detached(reader: Reader) -> bool:
     return reader.place.detached or not value(reader.node).requires_grad
 
 
+def _check_returned(head: Head, groups: list[_Group], returned: list[Place], changes: Changes) -> None:
+    """Refuse to return NaN for logits that may be what the function is called for, or that others may read."""
+    if not returned:
+        return
+    if not _compat.is_whole(head.node.graph):
+        raise Refused(Reason.RETURNED, "to a part of the same function, which may read them")
+    if any(place.kind != "logits" for place in returned):
+        raise Refused(Reason.RETURNED, "as what softmax or log_softmax makes of them")
+    if not _trains([reader.node for group in groups for reader in group.readers if not _detached(reader)]):
+        raise Refused(Reason.RETURNED, "and the function gives no gradient of the loss")
+    if not all(changes.never(place.node) for place in returned):
+        raise Refused(Reason.MUTATION, "logits that are returned")
+
+
+def _trains(losses: list[Node]) -> bool:
+    """Whether a gradient can come back to one of the nodes from the graph's outputs, or from a backward within it."""
+    seen, stack = set(losses), list(losses)
+    while stack:
+        for user in stack.pop().users.keys() - seen:
+            if user.op == "output" or user.target is torch.autograd.grad:
+                return True
+            seen.add(user)
+            tensors = tree_leaves(user.meta.get("example_value"))
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+                stack.append(user)
+    return False
+
+
+def _return_nan(head: Head, returned: list[Place]) -> None:
+    """Return a NaN, expanded to the shape of the logits, in place of each of the returned."""
+    output = next(reversed(head.node.graph.nodes))
+    for place in returned:
+        logits = value(place.node)
+        lead, V = logits.shape[:-1], logits.shape[-1]
+        static = all(isinstance(size, int) for size in lead)
+
+        def nan(rows, lead=lead, V=V, static=static, dtype=logits.dtype):
+            sizes = lead if static else [rows.size(i) for i in range(len(lead))]
+            return rows.new_full([], float("nan"), dtype=dtype).expand([*sizes, V])
+
+        # new nodes at the very end: whatever followed, a cast or a copy, would give it memory
+        rows = head.hidden if static else on_hidden(place, head)
+        output.replace_input_with(place.node, write(output, nan, rows, source=place.node))
+
+
 def _in_place_links(head: Head, place: Place) -> set[Node]:
     """The links that change logits in place which nothing else reads before or after."""
     links = set()
@@ -243,7 +298,9 @@ def _in_place_links(head: Head, place: Place) -> set[Node]:
     return links
 
 
-def _replace(head: Head, groups: list[_Group], changes: Changes, written: dict[Node, Node]) -> int:
+def _replace(
+    head: Head, groups: list[_Group], returned: list[Place], changes: Changes, written: dict[Node, Node]
+) -> int:
     """Write row_stats and what the readers make of it, and take the head and all behind it out of the graph.
 
     Returns the rows per chunk; what became of each reader is added to written.
@@ -253,7 +310,7 @@ def _replace(head: Head, groups: list[_Group], changes: Changes, written: dict[N
     chunk_size = chunking.rows_per_chunk(
         V, logits.dtype, logits.device, chunk_size=settings.chunk_size, max_slab_bytes=settings.max_slab_bytes
     )
-    dead = [head.node, *head.seen]
+    dead = [head.node, *head.seen, *(n for place in returned for n in place.links)]
     for group in groups:
         _write(head, group, (chunk_size, settings.accum_dtype), changes, written)
         dead += [n for reader in group.readers for n in (*reader.place.links, *reader.inner, reader.node)]
