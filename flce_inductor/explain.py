@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import inspect
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -131,12 +134,56 @@ def _count(key: str) -> None:
     counters["inductor"][key] += 1
 
 
+_OWN = os.path.dirname(torch.__file__) + os.sep
+
+
+def _stack(node: torch.fx.Node) -> list[tuple[str, str, str]]:
+    """File, line and function of the frames that a node was traced in, the one that Dynamo compiled first."""
+    return re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+
+
 def where(node: torch.fx.Node) -> str:
     """The user's file:line of a node: the innermost frame of its stack that isn't torch's own."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = os.path.dirname(torch.__file__) + os.sep
-    outside = [frame for frame in frames if not frame[0].startswith(own)]
-    return ":".join((outside or frames or [("unknown place", "0")])[-1])
+    frames = _stack(node)
+    outside = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    return ":".join((outside or frames or [("unknown place", "0", "")])[-1][:2])
+
+
+def given_by(node: torch.fx.Node) -> str:
+    """Where the inputs of a node's graph come from, for the report."""
+    for file, line, function in _stack(node)[:1]:
+        if resumed := re.fullmatch(r"torch_dynamo_resume_in_(.+)_at_(\d+)", function):
+            return f"from before the graph break in {resumed[1]} at {file}:{resumed[2]}"
+        return f"from outside of {function}, {file}:{line}"
+    return "from outside of the compiled function"
+
+
+def given_to(node: torch.fx.Node) -> str:
+    """Where the outputs of a node's graph go to, for the report."""
+    if _ended(node.graph):
+        return f"to what follows {_ended(node.graph)}"
+    for file, line, function in _stack(node)[:1]:
+        return f"by {function}, {file}:{line}"
+    return "by the compiled function"
+
+
+def _ended(graph: torch.fx.Graph) -> str:
+    """The graph break that ended a graph, or nothing."""
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    return f"the graph break at {_break(reason)}" if reason is not None and reason.graph_break else ""
+
+
+def _break(reason: Any) -> str:
+    """A graph break of Dynamo in one line: the user's file:line and why."""
+    outside = [frame for frame in reason.user_stack if not frame.filename.startswith(_OWN)]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in (outside or reason.user_stack)[-1:]]
+    return ": ".join([*places, _short(reason.reason)])
+
+
+def _short(text: str) -> str:
+    """Dynamo's text about a graph break in one line."""
+    explained = re.search(r"Explanation: (.*)", text)
+    return ": ".join([text.strip().partition("\n")[0], *(explained.groups() if explained else ())])
 
 
 @dataclasses.dataclass
@@ -190,6 +237,14 @@ def collect() -> Iterator[list[Site]]:
         _collectors.remove(sites)
 
 
+def record_graph(graph: torch.fx.Graph, losses: int) -> None:
+    """What the log says, in detail, about a graph."""
+    frames = (frame for node in graph.nodes for frame in _stack(node)[:1])
+    for file, line, function in itertools.islice(frames, 1):
+        ended = f", which ends at {_ended(graph)}" if _ended(graph) else ""
+        log.debug("%s:%s: %d losses in a graph of %s%s", file, line, losses, function, ended)
+
+
 def record(site: Site) -> None:
     """A decision of match/."""
     _count("flce_rewritten" if site.reason is None else "flce_refused")
@@ -215,30 +270,90 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
 
 
 class Report(list[Site]):
-    """The sites of a function, printable."""
+    """The sites of a function, printable.
+
+    graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why.
+    """
+
+    def __init__(self, sites: Iterable[Site] = (), graphs: int = 0, breaks: Iterable[str] = ()):
+        super().__init__(sites)
+        self.graphs, self.breaks = graphs, list(breaks)
 
     def __str__(self) -> str:
-        if not self:
-            return "flce_inductor: no loss found in the compiled graphs"
+        made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
         rewritten = sum(site.reason is None for site in self)
-        return "\n".join([f"flce_inductor: {len(self)} losses found, {rewritten} rewritten", *map(str, self)])
+        if self:
+            lines = [f"flce_inductor: {len(self)} losses found, {rewritten} rewritten", *map(str, self)]
+        elif not self.graphs:
+            lines = [
+                "flce_inductor: no loss found, because nothing was compiled by Inductor",
+                "    to check: that the function computes with tensors, is not under torch.compiler.disable or "
+                'TORCH_COMPILE_DISABLE, and is not compiled for a backend other than "inductor" and "flce_inductor"',
+            ]
+        else:
+            lines = [
+                f"flce_inductor: no loss found in {made}",
+                "    to check: that the loss is computed inside the compiled function, and that it is written with "
+                "cross_entropy, log_softmax or logsumexp of the logits",
+            ]
+        if self.breaks and rewritten < max(len(self), 1):
+            lines.append(f"graph breaks ({made}), each of which may keep a head apart from its loss:")
+            lines += [f"    {text}" for text in self.breaks]
+        return "\n".join(lines)
+
+
+def _breaks(reasons: list, counted: Iterable[str]) -> list[str]:
+    """Dynamo's graph breaks in a line each: those that ended a graph, and those for which a frame wasn't compiled."""
+    known = {_short(reason.reason) for reason in reasons}
+    return [
+        *dict.fromkeys(map(_break, reasons)),
+        *dict.fromkeys(text for text in map(_short, counted) if text not in known),
+    ]
+
+
+def _is_compiled(x: object) -> bool:
+    """Whether a function or module is compiled with torch.compile, or a module holds one that is."""
+    if isinstance(x, torch.nn.Module):
+        compiled = (torch._dynamo.eval_frame.OptimizedModule, "_compiled_call_impl")
+        return any(isinstance(m, compiled[0]) or getattr(m, compiled[1], None) is not None for m in x.modules())
+    attributes = ("_torchdynamo_orig_callable", "_torchdynamo_disable")
+    compiled, disabled = (inspect.getattr_static(x, name, None) for name in attributes)
+    return compiled is not None and not disabled
+
+
+def _names_compiled(fn: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a function is compiled, or names, holds or is given functions or modules that are."""
+    owner, function = getattr(fn, "__self__", None), getattr(fn, "__func__", fn)
+    found = [fn, owner, *args, *kwargs.values(), *getattr(owner, "__dict__", {}).values()]
+    if inspect.isfunction(function):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            named = inspect.getclosurevars(function)
+            found += [*named.nonlocals.values(), *named.globals.values()]
+    return any(map(_is_compiled, found))
 
 
 def explain(fn: Callable, *args, **kwargs) -> Report:
     """Say for every loss in fn what the rewrite does with it, and why not where it doesn't.
 
-    fn is traced by torch.compile and run once on the arguments, in eager mode: no kernel is compiled.
+    fn is compiled as a whole and run once on the arguments, in eager mode: no kernel is compiled. If it is compiled
+    already, or calls functions or modules that are, it is run as it is, with the options that they were compiled with;
+    the rewrite is enabled for them meanwhile (in all threads).
 
     Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
     N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
-    pass.
+    pass. Where something isn't rewritten, also the number of graphs and Dynamo's graph breaks.
     """
-    from .backend import tracing_backend
+    from torch._dynamo.utils import counters, graph_break_reasons
+
+    from .backend import flce_inductor, tracing
 
     torch._dynamo.reset()
+    compiled = fn if _names_compiled(fn, args, kwargs) else torch.compile(fn, backend=flce_inductor)
+    counted, first = dict(counters["graph_break"]), len(graph_break_reasons)
     try:
-        with collect() as sites:
-            torch.compile(fn, backend=tracing_backend)(*args, **kwargs)
+        with collect() as sites, tracing() as graphs:
+            compiled(*args, **kwargs)
+        new = [text for text, times in counters["graph_break"].items() if times != counted.get(text, 0)]
+        return Report(sites, len(graphs), _breaks(graph_break_reasons[first:], new))
     finally:
         torch._dynamo.reset()
-    return Report(sites)

@@ -14,7 +14,7 @@ from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves
 
 from .. import _compat, chunking, config, ops
-from ..explain import Reason, Site, record, where
+from ..explain import Reason, Site, given_by, given_to, record, record_graph, where
 from ..runtime import Want
 from . import anchors
 from .anchors import NO_LABEL, Reader, Rows
@@ -77,6 +77,8 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 head = head_of(anchors.logits_of(node))
             except Refused as refused:
                 site.reason, site.detail = refused.reason, refused.detail
+                if refused.reason is Reason.NO_HEAD:
+                    site.detail = f"they come {given_by(node)}"
             else:
                 heads.setdefault(head.node, (head, []))[1].append(site)
     changes = Changes(graph) if heads else None
@@ -99,6 +101,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 site.chunk_size, site.returns_nan = chunk_size, bool(returned)
     for site in sites:
         record(site)
+    record_graph(graph, len(sites))
     if written:
         graph.lint()
 
@@ -139,7 +142,7 @@ def _groups(head: Head) -> tuple[list[_Group], list[Place]]:
         for user in node.users:
             if user.op == "output":
                 if config.current().unused_logits == "keep":
-                    raise Refused(Reason.RETURNED)
+                    raise Refused(Reason.RETURNED, given_to(head.node))
                 returned.append(places[node])
                 continue
             reader = anchors.read(places[node], user)
