@@ -130,16 +130,19 @@ def tracing_backend(gm, example_inputs):
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[list[torch.fx.GraphModule]]:
-    """While open, Inductor runs the passes, with the rewrite enabled, then the graphs, which it yields, eagerly."""
+def tracing() -> Iterator[set[Any]]:
+    """While open, Inductor runs the passes, with the rewrite enabled, then the graphs in eager mode.
+
+    Yields Dynamo's identifiers of the graphs.
+    """
     from torch._inductor import compile_fx as module
 
-    original, graphs = module.compile_fx, []
+    original, graphs = module.compile_fx, set()
 
     def traced(gm, example_inputs, inner_compile=None, config_patches=None, **rest):
         if config_patches is None:  # called by itself
             return original(gm, example_inputs, _run_eagerly, **rest)
-        graphs.append(gm)
+        graphs.add(torch._guards.CompileContext.current_compile_id())
         patches = {**config_patches, f"{config.PREFIX}.enable": True, "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 

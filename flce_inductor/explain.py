@@ -186,6 +186,12 @@ def _short(text: str) -> str:
     return ": ".join([text.strip().partition("\n")[0], *(explained.groups() if explained else ())])
 
 
+def _attempt() -> tuple[Any, int]:
+    """Dynamo's identifier of the compilation under way, and how often Dynamo started it anew."""
+    trace = torch._guards.CompileContext.current_trace_id()
+    return (None, 0) if trace is None else (trace.compile_id, trace.attempt)
+
+
 @dataclasses.dataclass
 class Site:
     """One loss that was found in a graph."""
@@ -203,6 +209,7 @@ class Site:
     one_pass: bool | None = None  # None: not known (no backward seen)
     pass_reason: Reason | None = None
     returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
+    attempt: tuple[Any, int] = dataclasses.field(default_factory=_attempt, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
@@ -249,8 +256,10 @@ def record(site: Site) -> None:
     """A decision of match/."""
     _count("flce_rewritten" if site.reason is None else "flce_refused")
     log.info("%s", site)
+    compilation, attempt = site.attempt
     for sites in _collectors:
-        sites.append(site)
+        # what an attempt made that Dynamo then threw away doesn't count
+        sites[:] = [s for s in sites if s.attempt[0] != compilation or s.attempt[1] >= attempt] + [site]
 
 
 def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:

@@ -1,5 +1,6 @@
 """explain() and the log answer "why not?": the reason, the user's file and line, and what to change."""
 
+import math
 import os
 import re
 import subprocess
@@ -314,6 +315,18 @@ def test_options_of_a_compiled_function(how):
     step = torch.compile(small, options=options, dynamic=False, **how)
     (site,) = flce_inductor.explain(step, *data())
     assert site.reason is None and site.chunk_size == 3
+
+
+def test_what_dynamo_starts_anew_counts_once():
+    """A number that turns out to be fixed makes Dynamo throw away what it has compiled, and trace again."""
+
+    def fn(h, w, t, scale):
+        return F.cross_entropy(F.linear(h, w) * math.floor(scale), t)
+
+    with fresh():
+        report = flce_inductor.explain(torch.compile(fn, dynamic=True), *data(), 2.5)
+    (site,) = report
+    assert site.attempt[1] > 0 and report.graphs == 1
 
 
 def test_errors_of_the_function_are_its_own():
