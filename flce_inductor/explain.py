@@ -38,6 +38,10 @@ class Reason(enum.Enum):
         "something else reads the logits, so they must exist",
         "compute it from the hidden states outside the training step, or do not ask for it while training",
     )
+    ADAPTER = (
+        "the logits are a sum of two linears, such as a LoRA adapter on the head",
+        "merge the adapter into the head's weight, or leave the head (lm_head) out of the adapter's target modules",
+    )
     RETURNED = (
         "the logits are returned from the compiled function, so they must exist",
         "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss),"
@@ -107,7 +111,7 @@ class Reason(enum.Enum):
         "nothing is wrong; a loss that is linear in the per-token losses would save a quarter of the work",
     )
     OWN_OUTPUT = (
-        "its cotangent depends on the loss itself",
+        "its cotangent depends on the loss itself, or on other rows' losses",
         "nothing is wrong; per-token weights known up front would save a quarter of the work",
     )
     SMALL_CHUNKS = (
@@ -292,7 +296,8 @@ class Report(list[Site]):
         made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
         rewritten = sum(site.reason is None for site in self)
         if self:
-            lines = [f"flce_inductor: {len(self)} losses found, {rewritten} rewritten", *map(str, self)]
+            losses = "1 loss" if len(self) == 1 else f"{len(self)} losses"
+            lines = [f"flce_inductor: {losses} found, {rewritten} rewritten", *map(str, self)]
         elif not self.graphs:
             lines = [
                 "flce_inductor: no loss found, because nothing was compiled by Inductor",

@@ -201,7 +201,7 @@ def reader(h, w, t):
         (small, Reason.TOO_SMALL, ["160 classes, min_vocab_size=161"], {"min_vocab_size": 161}),
         (returned, Reason.RETURNED, ["by returned, ", 'flce_inductor.unused_logits="nan"'], {}),
         (alive_at_a_break, Reason.RETURNED, ["to what follows the graph break at ", "`print`"], {}),
-        (reader, Reason.READER, ["(topk)"], {}),
+        (reader, Reason.READER, ["(topk, "], {}),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )

@@ -110,6 +110,7 @@ FORMS = programs("""
     z = 3 * torch.tanh(linear(h, w) / 3); loss_of(z, t), z
     z = linear(h, w); loss_of(z, t) + 1e-3 * z.logsumexp(-1).pow(2).mean(), z
     z = linear(h, w); CE(z.transpose(1, 2), t), z
+    z = linear(h, w).transpose(1, 2); CE(z, t), z
     z = linear(h, w); torch.autograd.grad(loss_of(z, t), w)[0], z.detach()
     outside(linear(h, w), t)
 """)
@@ -137,7 +138,7 @@ def test_backends_and_dynamic_sizes(backend, dynamic):
 
     def fn(h, w, t):
         z = linear(h, w)
-        return loss_of(z[:, :-1], t[:, 1:]), z.float(), z[:, 1:]
+        return loss_of(z[:, :-1], t[:, 1:]), z.float(), z[:, 1:], z.transpose(1, 2)
 
     with util.fresh_cache():
         check_nan(fn, *data(), backend=backend, dynamic=dynamic)
