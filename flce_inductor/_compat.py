@@ -116,4 +116,6 @@ def is_whole(graph: torch.fx.Graph) -> bool:
 
     Only then are its outputs what the user's function returns, or what is alive at a graph break.
     """
-    return "dynamo_compile_id" in getattr(graph.owning_module, "meta", {})
+    # Dynamo says of what it captured why it ended there; DDP's optimizer says so of its pieces, in its own name
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    return reason is not None and not any(frame.name == "DDPOptimizer" for frame in reason.user_stack)

@@ -140,7 +140,8 @@ class TestKeys:
             with inductor_config.patch({f"flce_inductor.{k}": v for k, v in patches.items()}):
                 return inductor_config.get_hash()
 
-        assert len({digest(), digest(chunk_size=5), digest(chunk_size=6), digest(enable=True)}) == 4
+        keys = ({}, {"chunk_size": 5}, {"chunk_size": 6}, {"enable": True}, {"unused_logits": "nan"})
+        assert len({digest(**key) for key in keys}) == 5
 
     def test_unknown_key(self):
         with pytest.raises(AttributeError):

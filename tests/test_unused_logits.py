@@ -297,6 +297,22 @@ def test_no_gradient_of_the_loss(fn):
     check_kept(fn, *data(), detail="no gradient")
 
 
+def test_loss_behind_a_graph_break():
+    """The z-loss alone isn't what the logits are made for: the loss that reads them comes later."""
+
+    def fn(h, w, t):
+        z = linear(h, w)
+        regular = z.logsumexp(-1).square().mean()
+        torch._dynamo.graph_break()
+        return loss_of(z, t) + regular
+
+    args = data()
+    with fresh(**NAN):
+        actual = compiled(fn, *args, fullgraph=False)
+    assert_same(actual, eager(fn, *args))
+    assert actual.reasons == [Reason.RETURNED, Reason.NO_HEAD]
+
+
 def test_log_probabilities_are_not_logits():
     def fn(h, w, t):
         p = linear(h, w).log_softmax(-1)
@@ -346,3 +362,28 @@ def test_default_says_what_to_set():
     with fresh():
         report = flce_inductor.explain(fn, *data())
     assert report[0].reason is Reason.RETURNED and 'flce_inductor.unused_logits="nan"' in str(report)
+
+
+def test_pieces_of_a_split_graph():
+    """DDP's optimizer compiles a graph in pieces: what one returns, the next may read."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(H, H), nn.Linear(H, V)
+
+        def forward(self, h, t):
+            z = self.head(self.body(h).tanh())
+            return loss_of(z, t), z
+
+    h, _, t = data()
+    model = Model()
+    for cap, reason in ((1, Reason.RETURNED), (1 << 30, None)):
+        with fresh(**NAN), util.collect() as sites:
+            step = torch.compile(
+                model, backend=DDPOptimizer(cap, backend_compile_fn=TRACING, first_bucket_cap=cap).compile_fn
+            )
+            loss, z = step(h, t)
+        assert [site.reason for site in sites] == [reason]
+        assert z.isnan().all() == (reason is None) and loss.isfinite()

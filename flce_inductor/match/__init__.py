@@ -257,10 +257,12 @@ def _check_returned(head: Head, groups: list[_Group], returned: list[Place], cha
     if not returned:
         return
     if not _compat.is_whole(head.node.graph):
-        raise Refused(Reason.RETURNED, "to a part of the same function, which may read them")
+        raise Refused(Reason.RETURNED, "to another part of the same function, which may read them")
     if any(place.kind != "logits" for place in returned):
         raise Refused(Reason.RETURNED, "as what softmax or log_softmax makes of them")
-    if not _trains([reader.node for group in groups for reader in group.readers if not _detached(reader)]):
+    # without labels it isn't the loss that the logits are made for
+    losses = [r.node for group in groups for r in group.readers if r.target is not None and not _detached(r)]
+    if not _trains(losses):
         raise Refused(Reason.RETURNED, "and the function gives no gradient of the loss")
     if not all(changes.never(place.node) for place in returned):
         raise Refused(Reason.MUTATION, "logits that are returned")
