@@ -285,12 +285,13 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
 class Report(list[Site]):
     """The sites of a function, printable.
 
-    graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why.
+    graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why. parts: whether
+    only functions or modules that the function calls are compiled.
     """
 
-    def __init__(self, sites: Iterable[Site] = (), graphs: int = 0, breaks: Iterable[str] = ()):
+    def __init__(self, sites: Iterable[Site] = (), graphs: int = 0, breaks: Iterable[str] = (), parts: bool = False):
         super().__init__(sites)
-        self.graphs, self.breaks = graphs, list(breaks)
+        self.graphs, self.breaks, self.parts = graphs, list(breaks), parts
 
     def __str__(self) -> str:
         made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
@@ -310,7 +311,13 @@ class Report(list[Site]):
                 "    to check: that the loss is computed inside the compiled function, and that it is written with "
                 "cross_entropy, log_softmax or logsumexp of the logits",
             ]
-        if self.breaks and rewritten < max(len(self), 1):
+        if rewritten == len(self) > 0:
+            return "\n".join(lines)
+        if self.parts:
+            lines.append(
+                "    only parts of the function are compiled; explain(torch.compile(function), ...) is about all of it"
+            )
+        if self.breaks:
             lines.append(f"graph breaks ({made}), each of which may keep a head apart from its loss:")
             lines += [f"    {text}" for text in self.breaks]
         return "\n".join(lines)
@@ -336,9 +343,9 @@ def _is_compiled(x: object) -> bool:
 
 
 def _names_compiled(fn: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether a function is compiled, or names, holds or is given functions or modules that are."""
+    """Whether a function names, holds or is given functions or modules that are compiled."""
     owner, function = getattr(fn, "__self__", None), getattr(fn, "__func__", fn)
-    found = [fn, owner, *args, *kwargs.values(), *getattr(owner, "__dict__", {}).values()]
+    found = [owner, *args, *kwargs.values(), *getattr(owner, "__dict__", {}).values()]
     if inspect.isfunction(function):
         with contextlib.suppress(ValueError):  # a cell that is still empty
             named = inspect.getclosurevars(function)
@@ -362,12 +369,13 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
     from .backend import flce_inductor, tracing
 
     torch._dynamo.reset()
-    compiled = fn if _names_compiled(fn, args, kwargs) else torch.compile(fn, backend=flce_inductor)
+    parts = not _is_compiled(fn) and _names_compiled(fn, args, kwargs)
+    compiled = fn if parts or _is_compiled(fn) else torch.compile(fn, backend=flce_inductor)
     counted, first = dict(counters["graph_break"]), len(graph_break_reasons)
     try:
         with collect() as sites, tracing() as graphs:
             compiled(*args, **kwargs)
         new = [text for text, times in counters["graph_break"].items() if times != counted.get(text, 0)]
-        return Report(sites, len(graphs), _breaks(graph_break_reasons[first:], new))
+        return Report(sites, len(graphs), _breaks(graph_break_reasons[first:], new), parts)
     finally:
         torch._dynamo.reset()

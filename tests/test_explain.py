@@ -133,6 +133,10 @@ def test_head_compiled_apart_from_its_loss(fn):
         fn, *data(), reason=Reason.NO_HEAD, place=place, says=[f"they come from outside of compiled_loss, {place}"]
     )
     assert report.graphs == 2 and not report.breaks
+    assert "explain(torch.compile(function), ...)" in str(report)
+    with fresh():
+        together = flce_inductor.explain(torch.compile(fn), *data())
+    assert [site.reason for site in together] == [None] and together.graphs == 1
 
 
 def test_eager_loss_of_a_compiled_model():
@@ -263,6 +267,7 @@ def test_no_loss():
         report = flce_inductor.explain(lambda h, w, t: (h @ w.t()).sum(), *data())
         own = flce_inductor.explain(lambda h, w, t: Fused.apply(h, w, t), *data())
     for text in (str(report), str(own)):
+        assert "torch.compile(function)" not in text
         assert "no loss found in 1 compiled graph\n" in text
         assert "cross_entropy, log_softmax or logsumexp" in text
         assert "graph breaks" not in text
