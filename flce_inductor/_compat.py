@@ -11,7 +11,7 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._config_module import _UNSET_SENTINEL, SubConfigProxy, _Config, _ConfigEntry
 
-__all__ = ["CustomGraphPass", "chain_passes", "inductor_patches", "install_config", "iter_passes"]
+__all__ = ["CustomGraphPass", "chain_passes", "inductor_patches", "install_config", "is_whole", "iter_passes"]
 
 
 class _CheckedVar:
@@ -109,3 +109,13 @@ def chain_passes(current: Any, ours: CustomGraphPass) -> Any:
 def inductor_patches(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
     """The config patches that torch.compile(mode=, options=) gives stock Inductor, with its checks."""
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)
+
+
+def is_whole(graph: torch.fx.Graph) -> bool:
+    """Whether a graph is all that Dynamo captured at once, and not the body of an operator or a piece of a split.
+
+    Only then are its outputs what the user's function returns, or what is alive at a graph break.
+    """
+    # Dynamo says of what it captured why it ended there; DDP's optimizer says so of its pieces, in its own name
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    return reason is not None and not any(frame.name == "DDPOptimizer" for frame in reason.user_stack)

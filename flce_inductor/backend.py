@@ -6,8 +6,10 @@ torch._inductor.config.flce_inductor.enable is False; the backend sets the flag 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -102,13 +104,39 @@ def flce_inductor(gm, example_inputs, *, mode=None, options=None, dynamic=None, 
     return compile_fx(gm, example_inputs, config_patches=_patches(mode, options, dynamic))
 
 
-def tracing_backend(gm, example_inputs):
-    """Runs the passes as flce_inductor does, then the graph in eager mode: for explain()."""
+def _run_eagerly(graph, *args, **kwargs):
     from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(graph.forward)
+
+
+def tracing_backend(gm, example_inputs):
+    """Runs the passes as flce_inductor does, then the graph in eager mode."""
     from torch._inductor.compile_fx import compile_fx
 
-    def run_eagerly(graph, *args, **kwargs):
-        return make_boxed_func(graph.forward)
-
     patches = {**_patches(None, None, None), "force_disable_caches": True}
-    return compile_fx(gm, example_inputs, inner_compile=run_eagerly, config_patches=patches)
+    return compile_fx(gm, example_inputs, inner_compile=_run_eagerly, config_patches=patches)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[set[Any]]:
+    """While open, Inductor runs the passes, with the rewrite enabled, then the graphs in eager mode.
+
+    Yields Dynamo's identifiers of the graphs.
+    """
+    from torch._inductor import compile_fx as module
+
+    original, graphs = module.compile_fx, set()
+
+    def traced(gm, example_inputs, inner_compile=None, config_patches=None, **rest):
+        if config_patches is None:  # called by itself
+            return original(gm, example_inputs, _run_eagerly, **rest)
+        graphs.add(torch._guards.CompileContext.current_compile_id())
+        patches = {**config_patches, f"{config.PREFIX}.enable": True, "force_disable_caches": True}
+        return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
+
+    module.compile_fx = traced
+    try:
+        yield graphs
+    finally:
+        module.compile_fx = original

@@ -10,6 +10,7 @@
 | tolerance | 0.02 | of those as fast as the fastest up to this share of its time, the one with the smallest slab |
 | min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
 | min_vocab_size | 128 | a head with fewer classes is left alone: its logits are no wider than a GEMM's tile |
+| unused_logits | "keep" | "nan": logits that a training step returns beside its loss become NaN without memory |
 
 A wrong value raises ValueError that names the key, the value and what is allowed.
 """
@@ -27,12 +28,17 @@ from . import _compat
 
 PREFIX = "flce_inductor"
 ACCUM_DTYPES = ("auto", "param", "float32")
+UNUSED_LOGITS = ("keep", "nan")
 
 
 def check_accum_dtype(value: object, name: str = f"{PREFIX}.accum_dtype") -> None:
     """Raise ValueError unless value is one of ACCUM_DTYPES."""
-    if value not in ACCUM_DTYPES or not isinstance(value, str):
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, ACCUM_DTYPES))}")
+    _check_choice(value, name, ACCUM_DTYPES)
+
+
+def _check_choice(value: object, name: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed or not isinstance(value, str):
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
 def check_count(value: object, name: str, *, least: int = 1, optional: bool = True) -> None:
@@ -70,6 +76,7 @@ class Settings:
     tolerance: float = 0.02
     min_logits_bytes: int = 64 << 20
     min_vocab_size: int = 128
+    unused_logits: str = "keep"
 
 
 @torch.compiler.assume_constant_result
@@ -93,6 +100,11 @@ def install() -> None:
             "chunk_size": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.chunk_size")),
             "max_slab_bytes": (optional_int, None, lambda v: check_count(v, f"{PREFIX}.max_slab_bytes")),
             "accum_dtype": (str, defaults.accum_dtype, check_accum_dtype),
+            "unused_logits": (
+                str,
+                defaults.unused_logits,
+                lambda v: _check_choice(v, f"{PREFIX}.unused_logits", UNUSED_LOGITS),
+            ),
             **{
                 key: (int, getattr(defaults, key), functools.partial(_check_least, key=key))
                 for key in ("min_logits_bytes", "min_vocab_size")

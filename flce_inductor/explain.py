@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import inspect
+import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -35,9 +38,14 @@ class Reason(enum.Enum):
         "something else reads the logits, so they must exist",
         "compute it from the hidden states outside the training step, or do not ask for it while training",
     )
+    ADAPTER = (
+        "the logits are a sum of two linears, such as a LoRA adapter on the head",
+        "merge the adapter into the head's weight, or leave the head (lm_head) out of the adapter's target modules",
+    )
     RETURNED = (
         "the logits are returned from the compiled function, so they must exist",
-        "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss)",
+        "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss),"
+        ' or set flce_inductor.unused_logits="nan" if nobody reads them while training',
     )
     CLASS_PROBABILITIES = (
         "the target holds class probabilities, not class indices",
@@ -103,7 +111,7 @@ class Reason(enum.Enum):
         "nothing is wrong; a loss that is linear in the per-token losses would save a quarter of the work",
     )
     OWN_OUTPUT = (
-        "its cotangent depends on the loss itself",
+        "its cotangent depends on the loss itself, or on other rows' losses",
         "nothing is wrong; per-token weights known up front would save a quarter of the work",
     )
     SMALL_CHUNKS = (
@@ -130,12 +138,62 @@ def _count(key: str) -> None:
     counters["inductor"][key] += 1
 
 
+_OWN = os.path.dirname(torch.__file__) + os.sep
+
+
+def _stack(node: torch.fx.Node) -> list[tuple[str, str, str]]:
+    """File, line and function of the frames that a node was traced in, the one that Dynamo compiled first."""
+    return re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+
+
 def where(node: torch.fx.Node) -> str:
     """The user's file:line of a node: the innermost frame of its stack that isn't torch's own."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = os.path.dirname(torch.__file__) + os.sep
-    outside = [frame for frame in frames if not frame[0].startswith(own)]
-    return ":".join((outside or frames or [("unknown place", "0")])[-1])
+    frames = _stack(node)
+    outside = [frame for frame in frames if not frame[0].startswith(_OWN)]
+    return ":".join((outside or frames or [("unknown place", "0", "")])[-1][:2])
+
+
+def given_by(node: torch.fx.Node) -> str:
+    """Where the inputs of a node's graph come from, for the report."""
+    for file, line, function in _stack(node)[:1]:
+        if resumed := re.fullmatch(r"torch_dynamo_resume_in_(.+)_at_(\d+)", function):
+            return f"from before the graph break in {resumed[1]} at {file}:{resumed[2]}"
+        return f"from outside of {function}, {file}:{line}"
+    return "from outside of the compiled function"
+
+
+def given_to(node: torch.fx.Node) -> str:
+    """Where the outputs of a node's graph go to, for the report."""
+    if _ended(node.graph):
+        return f"to what follows {_ended(node.graph)}"
+    for file, line, function in _stack(node)[:1]:
+        return f"by {function}, {file}:{line}"
+    return "by the compiled function"
+
+
+def _ended(graph: torch.fx.Graph) -> str:
+    """The graph break that ended a graph, or nothing."""
+    reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
+    return f"the graph break at {_break(reason)}" if reason is not None and reason.graph_break else ""
+
+
+def _break(reason: Any) -> str:
+    """A graph break of Dynamo in one line: the user's file:line and why."""
+    outside = [frame for frame in reason.user_stack if not frame.filename.startswith(_OWN)]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in (outside or reason.user_stack)[-1:]]
+    return ": ".join([*places, _short(reason.reason)])
+
+
+def _short(text: str) -> str:
+    """Dynamo's text about a graph break in one line."""
+    explained = re.search(r"Explanation: (.*)", text)
+    return ": ".join([text.strip().partition("\n")[0], *(explained.groups() if explained else ())])
+
+
+def _attempt() -> tuple[Any, int]:
+    """Dynamo's identifier of the compilation under way, and how often Dynamo started it anew."""
+    trace = torch._guards.CompileContext.current_trace_id()
+    return (None, 0) if trace is None else (trace.compile_id, trace.attempt)
 
 
 @dataclasses.dataclass
@@ -155,6 +213,8 @@ class Site:
     one_pass: bool | None = None  # None: not known (no backward seen)
     pass_reason: Reason | None = None
     tuned: str = ""  # what was chosen by timing, and all times
+    returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
+    attempt: tuple[Any, int] = dataclasses.field(default_factory=_attempt, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
@@ -165,6 +225,8 @@ class Site:
         size = "N x V" if self.logits_bytes is None else f"{self.logits_bytes / 2**20:.0f} MiB"
         lines.append(f"    N={self.N} H={self.H} V={self.V} {self.dtype}, {self.chunk_size} rows a chunk")
         lines.append(f"    {size} of logits never exist")
+        if self.returns_nan:
+            lines.append('    the logits that the function returns are NaN (flce_inductor.unused_logits="nan")')
         if self.one_pass:
             lines.append("    gradients are computed in the forward (6 NVH)")
         elif self.pass_reason is not None:
@@ -189,12 +251,22 @@ def collect() -> Iterator[list[Site]]:
         _collectors.remove(sites)
 
 
+def record_graph(graph: torch.fx.Graph, losses: int) -> None:
+    """What the log says, in detail, about a graph."""
+    frames = (frame for node in graph.nodes for frame in _stack(node)[:1])
+    for file, line, function in itertools.islice(frames, 1):
+        ended = f", which ends at {_ended(graph)}" if _ended(graph) else ""
+        log.debug("%s:%s: %d losses in a graph of %s%s", file, line, losses, function, ended)
+
+
 def record(site: Site) -> None:
     """A decision of match/."""
     _count("flce_rewritten" if site.reason is None else "flce_refused")
     log.info("%s", site)
+    compilation, attempt = site.attempt
     for sites in _collectors:
-        sites.append(site)
+        # what an attempt made that Dynamo then threw away doesn't count
+        sites[:] = [s for s in sites if s.attempt[0] != compilation or s.attempt[1] >= attempt] + [site]
 
 
 def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:
@@ -224,30 +296,99 @@ def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -
 
 
 class Report(list[Site]):
-    """The sites of a function, printable."""
+    """The sites of a function, printable.
+
+    graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why. parts: whether
+    only functions or modules that the function calls are compiled.
+    """
+
+    def __init__(self, sites: Iterable[Site] = (), graphs: int = 0, breaks: Iterable[str] = (), parts: bool = False):
+        super().__init__(sites)
+        self.graphs, self.breaks, self.parts = graphs, list(breaks), parts
 
     def __str__(self) -> str:
-        if not self:
-            return "flce_inductor: no loss found in the compiled graphs"
+        made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
         rewritten = sum(site.reason is None for site in self)
-        return "\n".join([f"flce_inductor: {len(self)} losses found, {rewritten} rewritten", *map(str, self)])
+        if self:
+            losses = "1 loss" if len(self) == 1 else f"{len(self)} losses"
+            lines = [f"flce_inductor: {losses} found, {rewritten} rewritten", *map(str, self)]
+        elif not self.graphs:
+            lines = [
+                "flce_inductor: no loss found, because nothing was compiled by Inductor",
+                "    to check: that the function computes with tensors, is not under torch.compiler.disable or "
+                'TORCH_COMPILE_DISABLE, and is not compiled for a backend other than "inductor" and "flce_inductor"',
+            ]
+        else:
+            lines = [
+                f"flce_inductor: no loss found in {made}",
+                "    to check: that the loss is computed inside the compiled function, and that it is written with "
+                "cross_entropy, log_softmax or logsumexp of the logits",
+            ]
+        if rewritten == len(self) > 0:
+            return "\n".join(lines)
+        if self.parts:
+            lines.append(
+                "    only parts of the function are compiled; explain(torch.compile(function), ...) is about all of it"
+            )
+        if self.breaks:
+            lines.append(f"graph breaks ({made}), each of which may keep a head apart from its loss:")
+            lines += [f"    {text}" for text in self.breaks]
+        return "\n".join(lines)
+
+
+def _breaks(reasons: list, counted: Iterable[str]) -> list[str]:
+    """Dynamo's graph breaks in a line each: those that ended a graph, and those for which a frame wasn't compiled."""
+    known = {_short(reason.reason) for reason in reasons}
+    return [
+        *dict.fromkeys(map(_break, reasons)),
+        *dict.fromkeys(text for text in map(_short, counted) if text not in known),
+    ]
+
+
+def _is_compiled(x: object) -> bool:
+    """Whether a function or module is compiled with torch.compile, or a module holds one that is."""
+    if isinstance(x, torch.nn.Module):
+        compiled = (torch._dynamo.eval_frame.OptimizedModule, "_compiled_call_impl")
+        return any(isinstance(m, compiled[0]) or getattr(m, compiled[1], None) is not None for m in x.modules())
+    attributes = ("_torchdynamo_orig_callable", "_torchdynamo_disable")
+    compiled, disabled = (inspect.getattr_static(x, name, None) for name in attributes)
+    return compiled is not None and not disabled
+
+
+def _names_compiled(fn: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether a function names, holds or is given functions or modules that are compiled."""
+    owner, function = getattr(fn, "__self__", None), getattr(fn, "__func__", fn)
+    found = [owner, *args, *kwargs.values(), *getattr(owner, "__dict__", {}).values()]
+    if inspect.isfunction(function):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            named = inspect.getclosurevars(function)
+            found += [*named.nonlocals.values(), *named.globals.values()]
+    return any(map(_is_compiled, found))
 
 
 def explain(fn: Callable, *args, **kwargs) -> Report:
     """Say for every loss in fn what the rewrite does with it, and why not where it doesn't.
 
-    fn is traced by torch.compile and run once on the arguments, in eager mode: no kernel is compiled.
+    fn is compiled as a whole and run once on the arguments, in eager mode: no kernel is compiled. If it is compiled
+    already, or calls functions or modules that are, it is run as it is, with the options that they were compiled with;
+    the rewrite is enabled for them meanwhile (in all threads).
 
     Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
     N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
-    pass.
+    pass. Where something isn't rewritten, also the number of graphs and Dynamo's graph breaks.
     """
-    from .backend import tracing_backend
+    from torch._dynamo.utils import counters, graph_break_reasons
+
+    from .backend import flce_inductor, tracing
 
     torch._dynamo.reset()
+    parts = not _is_compiled(fn) and _names_compiled(fn, args, kwargs)
+    compiled = fn if parts or _is_compiled(fn) else torch.compile(fn, backend=flce_inductor)
+    counted, first = dict(counters["graph_break"]), len(graph_break_reasons)
     try:
-        with collect() as sites:
-            torch.compile(fn, backend=tracing_backend)(*args, **kwargs)
+        with collect() as sites, tracing() as graphs:
+            compiled(*args, **kwargs)
+        new = [text for text, times in counters["graph_break"].items() if times != counted.get(text, 0)]
+        return Report(sites, len(graphs), _breaks(graph_break_reasons[first:], new), parts)
     finally:
         torch._dynamo.reset()
-    return Report(sites)

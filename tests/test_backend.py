@@ -111,6 +111,9 @@ WRONG = [
     ("min_logits_bytes", -1),
     ("min_logits_bytes", None),
     ("min_vocab_size", -1),
+    ("unused_logits", "zero"),
+    ("unused_logits", None),
+    ("unused_logits", True),
 ]
 
 
@@ -138,7 +141,8 @@ class TestKeys:
             with inductor_config.patch({f"flce_inductor.{k}": v for k, v in patches.items()}):
                 return inductor_config.get_hash()
 
-        assert len({digest(), digest(chunk_size=5), digest(chunk_size=6), digest(enable=True)}) == 4
+        keys = ({}, {"chunk_size": 5}, {"chunk_size": 6}, {"enable": True}, {"unused_logits": "nan"})
+        assert len({digest(**key) for key in keys}) == 5
 
     def test_unknown_key(self):
         with pytest.raises(AttributeError):
@@ -209,7 +213,7 @@ def test_explain_compiles_nothing_and_reports():
     assert site.reason is None and site.one_pass and (site.N, site.H, site.V) == ("40", "8", "30")
     assert site.where.startswith(__file__)
     assert site.logits_bytes == 40 * 30 * 4
-    assert "1 losses found, 1 rewritten" in str(report) and f"{site.chunk_size} rows a chunk" in str(report)
+    assert "1 loss found, 1 rewritten" in str(report) and f"{site.chunk_size} rows a chunk" in str(report)
 
 
 def test_explain_says_why_not():

@@ -11,9 +11,10 @@ import operator
 
 import torch
 from torch.fx.node import Node
+from torch.utils._pytree import tree_leaves
 
-from .. import chunking, config, ops
-from ..explain import Reason, Site, record, where
+from .. import _compat, chunking, config, ops
+from ..explain import Reason, Site, given_by, given_to, record, record_graph, where
 from ..runtime import Want
 from . import anchors
 from .anchors import NO_LABEL, Reader, Rows
@@ -23,8 +24,9 @@ from .graph import (
     Refused,
     backward_of,
     forward_mode,
+    insert,
     name,
-    same_grad_mode,
+    same,
     switches_before,
     value,
     write,
@@ -43,23 +45,25 @@ class _Group:
     target: Node | None
     class_weight: Node | None
     ignore_index: int
+    wraps: bool
     want: Want
 
-    def add(self, reader: Reader, position: dict[Node, int]) -> bool:
+    def add(self, reader: Reader, changes: Changes) -> bool:
         """Let the group serve reader too, if it can."""
         if reader.place.key != self.place.key:
             return False
-        ours = (self.target, self.class_weight, self.ignore_index)
-        theirs = (reader.target, reader.class_weight, reader.ignore_index)
-        nothing = (None, None, NO_LABEL)
-        if nothing not in (ours, theirs) and ours != theirs:
-            return False
         if self.class_weight is not reader.class_weight and self.want.zsum + reader.want.zsum:
             return False  # zsum is weighted or not
-        both = ours if theirs == nothing else theirs
-        if any(n is not None and position[n] >= position[self.at] for n in both[:2]):
-            return False
-        self.target, self.class_weight, self.ignore_index = both
+        kind = (self.class_weight, self.ignore_index, self.wraps)
+        if reader.target is not None:
+            theirs = (reader.class_weight, reader.ignore_index, reader.wraps)
+            if self.target is None:
+                if not all(n is None or changes.ready(n, self.at) for n in (reader.target, reader.class_weight)):
+                    return False
+                self.target, kind = reader.target, theirs
+            elif kind != theirs or not changes.same_labels(self.target, reader.target):
+                return False
+        self.class_weight, self.ignore_index, self.wraps = kind
         self.want = Want(*map(max, self.want, reader.want))
         self.readers.append(reader)
         return True
@@ -76,6 +80,8 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 head = head_of(anchors.logits_of(node))
             except Refused as refused:
                 site.reason, site.detail = refused.reason, refused.detail
+                if refused.reason is Reason.NO_HEAD:
+                    site.detail = f"they come {given_by(node)}"
             else:
                 heads.setdefault(head.node, (head, []))[1].append(site)
     changes = Changes(graph) if heads else None
@@ -85,17 +91,20 @@ def rewrite(graph: torch.fx.Graph) -> None:
         try:
             for site in losses:
                 _measure(site, head)
-            groups = _groups(head)
+            groups, returned = _groups(head, changes)
             _check(head, groups, changes)
+            _check_returned(head, groups, returned, changes)
         except Refused as refused:
             for site in losses:
                 site.reason, site.detail = refused.reason, refused.detail
         else:
-            chunk_size = _replace(head, groups, changes, written)
+            _return_nan(head, returned)
+            chunk_size = _replace(head, groups, returned, changes, written)
             for site in losses:
-                site.chunk_size = chunk_size
+                site.chunk_size, site.returns_nan = chunk_size, bool(returned)
     for site in sites:
         record(site)
+    record_graph(graph, len(sites))
     if written:
         graph.lint()
 
@@ -123,18 +132,24 @@ def _measure(site: Site, head: Head) -> None:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
 
-def _groups(head: Head) -> list[_Group]:
-    """All that reads the logits, in groups that a row_stats can serve each; refuses what isn't understood."""
-    places = {head.node: Place(head.node, rows=head.node)}
+def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
+    """All that reads the logits, in groups that a row_stats can serve each, and the places that are returned.
+
+    Refuses what isn't understood.
+    """
+    places = {head.node: Place(head.node)}
     readers: dict[Node, Reader] = {}
+    returned: list[Place] = []
     unknown: list[tuple[Node, Refused]] = []
     for node in (waiting := [head.node]):
         for user in node.users:
             if user.op == "output":
-                raise Refused(Reason.RETURNED)
-            reader = anchors.read(places[node], user)
-            if reader is not None:
-                readers[reader.node] = reader
+                if config.current().unused_logits == "keep":
+                    raise Refused(Reason.RETURNED, given_to(head.node))
+                returned.append(places[node])
+                continue
+            if found := anchors.read(places[node], user):
+                readers |= {reader.node: reader for reader in found}
                 continue
             try:
                 places[user] = follow(places[node], user)
@@ -144,16 +159,16 @@ def _groups(head: Head) -> list[_Group]:
     for user, refused in unknown:
         reader = anchors.entropy(user, places)
         if reader is None:
-            raise refused if _leads_to_loss(user) else Refused(Reason.READER, name(user))
+            own = refused.reason in (Reason.READER, Reason.ADAPTER) or _leads_to_loss(user)
+            raise refused if own else Refused(Reason.READER, f"{name(user)}, {where(user)}")
         readers[reader.node] = reader
 
-    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
     groups: list[_Group] = []
-    for reader in sorted(readers.values(), key=lambda r: position[r.node]):
-        if not any(group.add(reader, position) for group in groups):
-            kind = (reader.target, reader.class_weight, reader.ignore_index)
+    for reader in sorted(readers.values(), key=lambda r: changes.position[r.node]):
+        if not any(group.add(reader, changes) for group in groups):
+            kind = (reader.target, reader.class_weight, reader.ignore_index, reader.wraps)
             groups.append(_Group(reader.place, reader.node, [reader], *kind, reader.want))
-    return groups
+    return groups, returned
 
 
 def _leads_to_loss(node: Node) -> bool:
@@ -173,38 +188,39 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
     places = [reader.place for group in groups for reader in group.readers]
     shifts = [place.shift for place in places if place.shift is not None]
     inputs = [n for n in (head.hidden, head.weight, head.bias, *shifts) if n is not None]
-    inputs += [factor for place in places for factor in place.factors]
+    inputs += [factor for place in places for factor, _ in place.factors]
     others = [n for group in groups for n in (group.target, group.class_weight) if n is not None]
     logits, weight = value(head.node), value(head.weight)
     biases = {value(n).dtype for n in (head.bias, *shifts) if n is not None} or {None}
     if not all(ops.dtypes_fit(logits.dtype, weight.dtype, bias) for bias in biases):
         raise Refused(Reason.DTYPE, f"logits {logits.dtype}, weight {weight.dtype}, bias {biases}")
-    if head.bias is not None and value(head.bias).shape != logits.shape[-1:]:
+    if head.bias is not None and not same(value(head.bias).shape, logits.shape[-1:]):
         raise Refused(Reason.LINK, f"a bias of shape {tuple(value(head.bias).shape)}")
-    if not isinstance(weight.shape[0], int) or not isinstance(weight.shape[1], int):
-        raise Refused(Reason.UNKNOWN_SHAPE, "H or V is dynamic")
+    if _hint(logits.shape[-1]) is None:
+        raise Refused(Reason.UNKNOWN_SHAPE, "only the data decides V")
     if len({value(n).device for n in [*inputs, *others]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
     if forward_mode(head.node.graph):
         raise Refused(Reason.SUBCLASS, "forward-mode differentiation")
     first = head.seen[-1] if head.seen else head.node
     requires_grad = any(value(n).requires_grad for n in inputs)
-    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
     for group in groups:
         if requires_grad:
-            _check_grad_mode(head, group, position)
+            _check_grad_mode(head, group, changes)
         others = [n for n in (group.target, group.class_weight) if n is not None]
         for reader in group.readers:
             nodes = [*inputs, *head.seen, head.node, *reader.place.links, *reader.inner]
             # row_stats reads the head's inputs where the first reader stands, so nothing may change them on the way
             changes.check(nodes, first, reader.node, but=_in_place_links(head, reader.place))
             changes.check(others, group.at, reader.node)
+            if not all(map(changes.never, reader.fixed)):
+                raise Refused(Reason.MUTATION, f"{reader.fixed} of {reader.node}")
         if logits.requires_grad:
             # it also saves all of them for the backward, of which linear would save fewer
             changes.check([*inputs, *others], group.at, backward_of(group.at))
 
 
-def _check_grad_mode(head: Head, group: _Group, position: dict[Node, int]) -> None:
+def _check_grad_mode(head: Head, group: _Group, changes: Changes) -> None:
     """Refuse what changes the grad mode on the way to a reader that gives a gradient; place row_stats in the head's.
 
     The example of a view made without gradients says that it requires them, so requires_grad isn't proof.
@@ -212,17 +228,20 @@ def _check_grad_mode(head: Head, group: _Group, position: dict[Node, int]) -> No
     graded = [reader for reader in group.readers if not _detached(reader)]
     if not graded:
         return  # its results are detached
-    graph = head.node.graph
     nodes = [*head.seen, head.node, *(n for r in graded for n in (*r.place.links, *r.inner, r.node))]
-    if not same_grad_mode(nodes, graph):
+    if not changes.same_grad_mode(nodes):
         raise Refused(Reason.GRAD_MODE)
     for at in (group.at, *switches_before(group.at)):
-        if not same_grad_mode([head.node, at], graph):
+        if changes.position[at] < changes.position[head.node]:
+            break
+        if not changes.same_grad_mode([head.node, at]):
             continue
+        labels = [n for n in (group.target, group.class_weight) if n is not None]
         for place in (reader.place for reader in group.readers):
-            before = [group.target, group.class_weight, place.shift, *place.factors, *place.links, head.node]
-            ready = all(n is None or position[n] < position[at] for n in before)
-            if ready and same_grad_mode([head.node, *place.links], graph):
+            before = [head.node, *place.inputs]
+            if all(changes.position[n] < changes.position[at] for n in before) and all(
+                changes.ready(n, at) for n in labels
+            ):
                 group.place, group.at = place, at
                 return
     raise Refused(Reason.GRAD_MODE)
@@ -231,6 +250,57 @@ def _check_grad_mode(head: Head, group: _Group, position: dict[Node, int]) -> No
 def _detached(reader: Reader) -> bool:
     """Whether no gradient comes back from a reader, though one might."""
     return reader.place.detached or not value(reader.node).requires_grad
+
+
+def _check_returned(head: Head, groups: list[_Group], returned: list[Place], changes: Changes) -> None:
+    """Refuse to return NaN for logits that may be what the function is called for, or that others may read."""
+    if not returned:
+        return
+    if not _compat.is_whole(head.node.graph):
+        raise Refused(Reason.RETURNED, "to another part of the same function, which may read them")
+    if any(place.kind != "logits" for place in returned):
+        raise Refused(Reason.RETURNED, "as what softmax or log_softmax makes of them")
+    # without labels it isn't the loss that the logits are made for
+    losses = [r.node for group in groups for r in group.readers if r.target is not None and not _detached(r)]
+    if not _trains(losses):
+        raise Refused(Reason.RETURNED, "and the function gives no gradient of the loss")
+    if not all(changes.never(place.node) for place in returned):
+        raise Refused(Reason.MUTATION, "logits that are returned")
+
+
+def _trains(losses: list[Node]) -> bool:
+    """Whether a gradient can come back to one of the nodes from the graph's outputs, or from a backward within it."""
+    seen, stack = set(losses), list(losses)
+    while stack:
+        for user in stack.pop().users.keys() - seen:
+            if user.op == "output" or user.target is torch.autograd.grad:
+                return True
+            seen.add(user)
+            tensors = tree_leaves(user.meta.get("example_value"))
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+                stack.append(user)
+    return False
+
+
+def _return_nan(head: Head, returned: list[Place]) -> None:
+    """Return a NaN, expanded to the shape of the logits, in place of each of the returned."""
+    output = next(reversed(head.node.graph.nodes))
+    for place in returned:
+        logits = value(place.node)
+        lead = [i for i in range(logits.dim()) if i != logits.dim() + place.classes]
+        fixed = all(isinstance(logits.shape[i], int) for i in lead)
+
+        def nan(rows, weight, logits=logits, place=place, lead=lead):
+            sizes = list(logits.shape)
+            for row_dim, dim in enumerate(lead):
+                sizes[dim] = sizes[dim] if isinstance(sizes[dim], int) else rows.size(row_dim)
+            if not isinstance(place.V, int):
+                sizes[place.classes] = weight.size(1 if head.transposed else 0)
+            return rows.new_full([], float("nan"), dtype=logits.dtype).expand(sizes)
+
+        # new nodes at the very end: whatever followed, a cast or a copy, would give it memory
+        rows = head.hidden if fixed else on_hidden(place, head, output)
+        output.replace_input_with(place.node, write(output, nan, rows, head.weight, source=place.node))
 
 
 def _in_place_links(head: Head, place: Place) -> set[Node]:
@@ -243,95 +313,120 @@ def _in_place_links(head: Head, place: Place) -> set[Node]:
     return links
 
 
-def _replace(head: Head, groups: list[_Group], changes: Changes, written: dict[Node, Node]) -> int:
+def _replace(
+    head: Head, groups: list[_Group], returned: list[Place], changes: Changes, written: dict[Node, Node]
+) -> int:
     """Write row_stats and what the readers make of it, and take the head and all behind it out of the graph.
 
     Returns the rows per chunk; what became of each reader is added to written.
     """
     logits, settings = value(head.node), config.current()
-    V = logits.shape[-1]
     chunk_size = chunking.rows_per_chunk(
-        V, logits.dtype, logits.device, chunk_size=settings.chunk_size, max_slab_bytes=settings.max_slab_bytes
+        _bound(logits.shape[-1]),
+        logits.dtype,
+        logits.device,
+        chunk_size=settings.chunk_size,
+        max_slab_bytes=settings.max_slab_bytes,
     )
-    dead = [head.node, *head.seen]
+    dead = [head.node, *head.seen, *(n for place in returned for n in place.links)]
     for group in groups:
         _write(head, group, (chunk_size, settings.accum_dtype), changes, written)
         dead += [n for reader in group.readers for n in (*reader.place.links, *reader.inner, reader.node)]
-    position = {node: i for i, node in enumerate(head.node.graph.nodes)}
-    for node in sorted(set(dead), key=position.__getitem__, reverse=True):
+    for node in sorted(set(dead), key=changes.position.__getitem__, reverse=True):
         if not node.users:
             node.graph.erase_node(node)
     return chunk_size
 
 
-def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, written: dict[Node, Node]) -> None:
-    h = on_hidden(group.place, head)
-    logits = value(head.node)
-    V, classes, H = logits.shape[-1], value(group.place.node).shape[-1], value(h).shape[-1]
+def _bound(V: int | torch.SymInt) -> int:
+    """V, or a power of two that a dynamic V stays under, or else the graph is compiled again."""
+    if isinstance(V, int):
+        return V
+    bound = 1 << (_hint(V) - 1).bit_length()
+    return bound if bound >= V else _hint(V)  # the comparison is a guard
 
-    flat = value(h).dim() == 2
+
+def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, written: dict[Node, Node]) -> None:
+    target, class_weight = group.target, group.class_weight
+    for label in (target, class_weight):
+        for node in changes.moves(label, group.at) if label is not None else ():
+            group.at.prepend(node)
+            changes.position[node] = changes.position[group.at] - 0.5
+    # they may be what another reader (an argmax) made
+    place, target, class_weight = group.place, written.get(target, target), written.get(class_weight, class_weight)
+    shift, factors = written.get(place.shift, place.shift), [written.get(n, n) for n, _ in place.factors]
+    h = on_hidden(place, head, group.at)
+    dims, V, dtype = value(h).dim(), value(head.node).shape[-1], value(head.node).dtype
+    source = group.readers[0].node
+    if target is not None and value(target).dim() != 1:
+        target = insert(group.at, source, "flatten", target)
 
     def statistics(h, weight, bias, shift, factors, target, class_weight):
-        h = h if flat else h.reshape(-1, H)
+        if dims != 2:
+            h = h.unsqueeze(0) if dims == 1 else h.flatten(0, -2)
         weight = weight.t() if head.transposed else weight
-        if classes < V:
-            weight, bias = weight[:classes], None if bias is None else bias[:classes]
+        if isinstance(V, int) and place.V < V:
+            weight, bias = weight[: place.V], None if bias is None else bias[: place.V]
         if shift is not None:
-            shift = shift.flatten()[:classes]
+            shift = shift.flatten()[: place.V] if isinstance(V, int) else shift.flatten()
+            shift = shift if place.shift_scale == 1 else shift * place.shift_scale
             bias = shift if bias is None else bias + shift
-        for factor in factors:
-            h = (h * factor).to(logits.dtype)
-            bias = None if bias is None else bias * factor
+        for factor, (_, divides) in zip(factors, place.factors, strict=True):
+            factor = factor.reshape(())
+            h = (h / factor if divides else h * factor).to(dtype)
+            bias = None if bias is None else bias / factor if divides else bias * factor
         if target is None:
             target = torch.full_like(h.select(-1, 0), NO_LABEL, dtype=torch.int64)
-        options = (group.ignore_index, *how, *group.place.epilogue, list(map(bool, group.want)))
-        return torch.ops.flce_inductor.row_stats.default(h, weight, target.flatten(), bias, class_weight, *options)
+        elif group.wraps:
+            target = torch.where(target < 0, target + weight.size(0), target)
+        options = (group.ignore_index, *how, *place.epilogue, list(map(bool, group.want)))
+        return torch.ops.flce_inductor.row_stats.default(h, weight, target, bias, class_weight, *options)
 
-    # labels may be what another reader (an argmax) made
-    target, class_weight = (written.get(n, n) for n in (group.target, group.class_weight))
-    shift, factors = written.get(group.place.shift, group.place.shift), [written.get(n, n) for n in group.place.factors]
-    stats = write(
-        group.at,
-        statistics,
-        h,
-        head.weight,
-        head.bias,
-        shift,
-        factors,
-        target,
-        class_weight,
-        source=group.readers[0].node,
-    )
+    inputs = (h, head.weight, head.bias, shift, factors, target, class_weight)
+    stats = write(group.at, statistics, *inputs, source=source)
     for reader in group.readers:
         shape = value(reader.node).shape
         # a size that isn't a number is read from the hidden states of the rows
-        rows = h if all(isinstance(size, int) for size in shape) else on_hidden(reader.place, head)
-        result = _write_reader(reader, stats, target, class_weight, rows, copy=not changes.never(reader.node))
+        fixed = all(isinstance(size, int) for size in shape)
+        rows = h if fixed else on_hidden(reader.place, head, reader.node)
+        made = (stats, target, class_weight, rows, head.weight)
+        result = _write_reader(reader, *made, head.transposed, copy=not changes.never(reader.node))
         reader.node.replace_all_uses_with(result)
         # of the same memory, for what is known about its changes
         result.meta["example_value"] = reader.node.meta["example_value"]
         written[reader.node] = result
+        changes.position[result] = changes.position[reader.node]
 
 
 def _write_reader(
-    reader: Reader, stats: Node, target: Node | None, class_weight: Node | None, h: Node, copy: bool
+    reader: Reader,
+    stats: Node,
+    target: Node | None,
+    class_weight: Node | None,
+    h: Node,
+    weight: Node,
+    transposed: bool,
+    copy: bool,
 ) -> Node:
     """Write what a reader makes of row statistics; a copy of them, if it is changed in place later."""
-    shape, dtype, V = value(reader.node).shape, value(reader.node).dtype, value(reader.place.node).shape[-1]
+    shape, dtype, V = value(reader.node).shape, value(reader.node).dtype, reader.place.V
     keepdim = len(shape) == value(reader.place.node).dim()
+    fixed = all(isinstance(size, int) for size in shape)
+    takes_grad = any(statistic.requires_grad for statistic in stats.meta["example_value"])
+    differs = dtype not in (stats.meta["example_value"][0].dtype, torch.int64)
 
-    def code(stats, target, class_weight, h):
+    def code(stats, target, class_weight, h, weight):
         nll, top, logsum, zsum, pz, argmax = (operator.getitem(stats, i) for i in range(6))
-        target = None if target is None else target.flatten()
-        result = reader.code(Rows(nll, top, logsum, zsum, pz, argmax, target, class_weight, V))
-        if not reader.scalar and len(shape) != 1 and all(isinstance(size, int) for size in shape):
+        classes = V if isinstance(V, int) else weight.size(1 if transposed else 0)
+        result = reader.code(Rows(nll, top, logsum, zsum, pz, argmax, target, class_weight, classes))
+        if not reader.scalar and len(shape) != 1 and fixed:
             result = result.reshape(list(shape))
         elif len(shape) > 1:
             rows = result.view_as(h.select(-1, 0))
-            result = rows.unsqueeze(-1) if keepdim else rows
-        result = result.to(dtype)
-        if _detached(reader):
+            result = rows.unsqueeze(reader.place.classes) if keepdim else rows
+        result = result.to(dtype) if differs else result
+        if _detached(reader) and takes_grad and dtype.is_floating_point:
             result = result.detach()
         return result.clone() if copy else result
 
-    return write(reader.node, code, stats, target, class_weight, h)
+    return write(reader.node, code, stats, target, class_weight, h, weight)

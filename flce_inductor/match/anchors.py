@@ -16,7 +16,7 @@ from torch.fx.node import Node
 from ..explain import Reason
 from ..losses import REDUCTIONS, Loss
 from ..runtime import Want
-from .chain import Place, calls, is_last, operand, reduced_dim
+from .chain import Place, calls, full_index, operand, reduced_dim
 from .graph import Refused, name, same, value
 
 NO_LABEL = -(2**62)  # an ignore_index that no label has
@@ -45,8 +45,9 @@ class Rows:
 class Reader:
     """A node whose value follows from row statistics.
 
-    code: torch code for it: a scalar, or [N], which takes the node's shape. inner: nodes between the place and node
-    that have no other use.
+    code: torch code for it: a scalar, or [N], which takes the node's shape. wraps: labels count from the end where they
+    are negative. inner: nodes between the place and node that have no other use. fixed: nodes that the reader takes for
+    what they were made as, so nothing may change them.
     """
 
     node: Node
@@ -56,8 +57,10 @@ class Reader:
     target: Node | None = None
     class_weight: Node | None = None
     ignore_index: int = NO_LABEL
+    wraps: bool = False
     want: Want = Want()  # noqa: RUF009
     inner: tuple[Node, ...] = ()
+    fixed: tuple[Node, ...] = ()
     scalar: bool = False
 
 
@@ -65,7 +68,10 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _NLL_LOSS = inspect.signature(F.nll_loss)
 _LOGSUMEXP = {torch.logsumexp, "logsumexp"}
 _ARGMAX = {torch.argmax, "argmax"}
+_MAX = {torch.max, "max"}
+_AMAX = {torch.amax, "amax"}
 _GATHER = {torch.gather, "gather"}
+_TAKE = {torch.take_along_dim, "take_along_dim"}
 _SUM = {torch.sum, "sum"}
 _MUL = {operator.mul, torch.mul, "mul"}
 # where a search for heads begins
@@ -94,37 +100,64 @@ def describe(node: Node) -> str:
     return node.target if isinstance(node.target, str) else node.target.__name__
 
 
-def read(place: Place, user: Node) -> Reader | None:
-    """The reader that a user of place is, None if it is none; refuses a reader that isn't supported."""
+def read(place: Place, user: Node) -> list[Reader]:
+    """The readers that a user of place is, none if it is none; refuses a reader that isn't supported."""
     if user.target is F.cross_entropy and user.op == "call_function":
         args = _arguments(_CROSS_ENTROPY, user)
         if args["input"] is not place.node:
             raise Refused(Reason.CLASS_PROBABILITIES)
-        return _loss(user, place, args, rows_last=True) if place.kind == "logits" else None
+        return [_loss(user, place, args)] if place.kind == "logits" else []
     if user.target is F.nll_loss and user.op == "call_function" and place.kind == "logp" and place.sign == 1:
         args = _arguments(_NLL_LOSS, user)
-        return _loss(user, place, {**args, "label_smoothing": 0.0}, rows_last=True)
-    if _moves_classes(user, value(place.node)) and len(user.users) == 1:
-        (loss,) = user.users
-        if loss.target is F.cross_entropy and place.kind == "logits":
-            args = _arguments(_CROSS_ENTROPY, loss)
-            return _loss(loss, place, args, rows_last=False, inner=(user,)) if args["input"] is user else None
+        return [_loss(user, place, {**args, "label_smoothing": 0.0})]
     if not user.args or user.args[0] is not place.node or "out" in user.kwargs:
-        return None
-    before = value(place.node)
-    if calls(user, _LOGSUMEXP) and place.kind == "logits" and is_last(reduced_dim(user), before):
-        return Reader(user, place, "logsumexp", lambda r: r.lse)
-    if calls(user, _ARGMAX) and place.kind != "p" and place.sign == 1 and is_last(reduced_dim(user), before):
-        return Reader(user, place, "argmax", lambda r: r.argmax, want=Want(argmax=True))
-    if calls(user, _GATHER) and place.kind != "p":
-        return _gather(user, place)
-    if calls(user, _SUM) and place.kind == "logp" and is_last(reduced_dim(user), before) and "dtype" not in user.kwargs:
+        return []
+    over_classes = place.over_classes(reduced_dim(user))
+    if calls(user, _LOGSUMEXP) and place.kind == "logits" and over_classes:
+        return [Reader(user, place, "logsumexp", lambda r: r.lse)]
+    if calls(user, _ARGMAX) and place.sign == 1 and over_classes:
+        return [_argmax(user, place)]
+    if calls(user, _MAX) and place.sign == 1 and over_classes:
+        if any(name(x) != "getitem" or x.args[1] not in (0, 1) for x in user.users):
+            return []
+        return [_argmax(x, place, user) if x.args[1] else _largest(x, place, user) for x in user.users]
+    if calls(user, _AMAX) and place.sign == 1 and over_classes:
+        return [_largest(user, place)]
+    if calls(user, _SUM) and place.kind == "logp" and over_classes and "dtype" not in user.kwargs:
         sign = place.sign
-        return Reader(user, place, "sum of log_softmax", lambda r: sign * (r.zsum - r.V * r.lse), want=Want(zsum=True))
-    return None
+        code = lambda r: sign * (r.zsum - r.V * r.lse)  # noqa: E731
+        return [Reader(user, place, "sum of log_softmax", code, want=Want(zsum=True))]
+    index = _gathered(user, place)
+    if index is not None:
+        return [_at_label(user, place, index, wraps=False)]
+    index = _indexed(user, place)
+    if index is not None:
+        fixed = tuple(n for n in user.args[1][:-1] if isinstance(n, Node))
+        return [_at_label(user, place, index, wraps=True, fixed=fixed)]
+    return []
 
 
-def _loss(node: Node, place: Place, args: dict[str, Any], rows_last: bool, inner: tuple[Node, ...] = ()) -> Reader:
+def _argmax(node: Node, place: Place, *inner: Node) -> Reader:
+    return Reader(node, place, "argmax", lambda r: r.argmax, want=Want(argmax=True), inner=inner)
+
+
+def _largest(node: Node, place: Place, *inner: Node) -> Reader:
+    """The largest logit of each row, or its log-probability, or its probability."""
+    if value(node).requires_grad and not place.detached:
+        raise Refused(Reason.READER, f"{name(node)} of logits that take a gradient through it; detach them first")
+
+    def logits(r: Rows) -> Tensor:
+        # lse is what max isn't: NaN, or -inf
+        return torch.where(r.logsum.isfinite() | r.max.isinf(), r.max, r.lse)
+
+    def logp(r: Rows) -> Tensor:
+        return torch.where(r.logsum.isinf(), float("nan"), -r.logsum)
+
+    code = {"logits": logits, "logp": logp, "p": lambda r: logp(r).exp()}[place.kind]
+    return Reader(node, place, "max", code, inner=inner)
+
+
+def _loss(node: Node, place: Place, args: dict[str, Any]) -> Reader:
     """cross_entropy or nll_loss over labels."""
     if args["size_average"] is not None or args["reduce"] is not None:
         raise Refused(Reason.LEGACY_REDUCTION)
@@ -133,7 +166,7 @@ def _loss(node: Node, place: Place, args: dict[str, Any], rows_last: bool, inner
         raise Refused(Reason.CLASS_PROBABILITIES)
     if target.dtype != torch.int64:
         raise Refused(Reason.TARGET_DTYPE, str(target.dtype))
-    if (logits.dim() != 2 and rows_last) or target.dim() != logits.dim() - 1:
+    if logits.dim() + place.classes != 1 or target.dim() != logits.dim() - 1:
         raise Refused(Reason.LOGITS_SHAPE, f"logits {tuple(logits.shape)}, labels {tuple(target.shape)}")
     numbers = (args["ignore_index"], args["label_smoothing"])
     if (
@@ -144,7 +177,7 @@ def _loss(node: Node, place: Place, args: dict[str, Any], rows_last: bool, inner
         raise Refused(Reason.UNKNOWN_SHAPE, f"reduction={args['reduction']}, {numbers}")
     class_weight = args["weight"]
     if class_weight is not None and (
-        value(class_weight).requires_grad or value(class_weight).shape != logits.shape[-1:]
+        value(class_weight).requires_grad or not same(value(class_weight).shape, [place.V])
     ):
         raise Refused(Reason.CLASS_WEIGHT)
     loss = Loss(args["reduction"], args["ignore_index"], float(args["label_smoothing"]))
@@ -157,37 +190,68 @@ def _loss(node: Node, place: Place, args: dict[str, Any], rows_last: bool, inner
         class_weight=class_weight,
         ignore_index=loss.ignore_index,
         want=Want(zsum=loss.label_smoothing != 0),
-        inner=inner,
         scalar=loss.reduction != "none",
     )
 
 
-def _moves_classes(node: Node, before: Tensor) -> bool:
-    """Whether a node moves the last dimension to the second place, as cross_entropy takes it, and keeps the others."""
-    dims = before.dim()
-    if name(node) in ("transpose", "swapaxes") and dims == 3 and not node.kwargs:
-        return sorted(d % 3 for d in node.args[1:] if isinstance(d, int)) == [1, 2]
-    if name(node) == "permute" and not node.kwargs:
-        order = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
-        return [d % dims for d in order] == [0, dims - 1, *range(1, dims - 1)] and dims > 2
-    return False
+def _gathered(node: Node, place: Place) -> Node | None:
+    """The labels, with a dimension of 1 for the classes, of gather(logits, -1, labels.unsqueeze(-1)) and its like."""
+    if not calls(node, _GATHER | _TAKE):
+        return None
+    parameters = ("input", "dim", "index") if calls(node, _GATHER) else ("input", "indices", "dim")
+    given = dict(zip(parameters, node.args, strict=False)) | node.kwargs
+    index = given.get("index", given.get("indices"))
+    if set(given) != {*parameters} or not isinstance(index, Node) or not place.over_classes(given["dim"]):
+        return None
+    one = list(value(place.node).shape)
+    one[place.classes] = 1
+    return index if same(value(index).shape, one, guard=True) else None
 
 
-def _gather(node: Node, place: Place) -> Reader | None:
-    """The value at a label of each row: gather(logits, -1, labels.unsqueeze(-1))."""
-    given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
-    if set(given) != {"input", "dim", "index"} or not isinstance(given["index"], Node):
+def _indexed(node: Node, place: Place) -> Node | None:
+    """The labels of logits[torch.arange(N), labels], or the same with more dimensions."""
+    if name(node) != "getitem" or not isinstance(node.args[1], tuple) or place.classes != -1:
         return None
-    before, index = value(place.node), value(given["index"])
-    if not is_last(given["dim"], before) or index.dtype != torch.int64:
+    *positions, index = node.args[1]
+    lead = value(place.node).shape[:-1]
+    if len(positions) != len(lead) or not isinstance(index, Node) or not same(value(index).shape, lead, guard=True):
         return None
-    lead = list(before.shape[:-1])
-    if not same(index.shape, [*lead, 1], guard=True):
-        return None
+    return index if all(_counts(x, lead, i) for i, x in enumerate(positions)) else None
+
+
+def _counts(index: Any, lead: Any, dim: int) -> bool:
+    """Whether an index is 0, 1, .. along one dimension of rows of sizes `lead`, and the same along the others."""
+    if isinstance(index, range):
+        return len(lead) == 1 and type(lead[0]) is int and index == range(lead[0])
+    if not isinstance(index, Node):
+        return False
+    shape = [1] * (len(lead) - value(index).dim()) + list(value(index).shape)
+    if len(shape) != len(lead) or not same(shape, [n if i == dim else 1 for i, n in enumerate(lead)], guard=True):
+        return False
+    if value(index).dtype != torch.int64:  # a mask, say
+        return False
+    while name(index) in ("view", "reshape", "unsqueeze", "getitem") and index.args:
+        if name(index) == "getitem":
+            entries = full_index(index.args[1], value(index.args[0]).dim())
+            if entries is None or any(entry not in (None, slice(None)) for entry in entries):
+                return False
+        index = index.args[0]
+    given = index.kwargs.keys() - {"device", "dtype"}
+    start, step = (index.args[0], index.args[2:]) if len(index.args) > 1 else (0, ())
+    return index.target is torch.arange and not given and start == 0 and step in ((), (1,)) and len(index.args) > 0
+
+
+def _at_label(node: Node, place: Place, index: Node, wraps: bool, fixed: tuple[Node, ...] = ()) -> Reader:
+    """The logit at a label of each row, or its log-probability, or its probability."""
+    if value(index).dtype != torch.int64:
+        raise Refused(Reason.TARGET_DTYPE, str(value(index).dtype))
     sign = place.sign
-    if place.kind == "logp":
-        return Reader(node, place, "log-probabilities of labels", lambda r: -sign * r.nll, target=given["index"])
-    return Reader(node, place, "logits of labels", lambda r: r.lse - r.nll, target=given["index"])
+    says, code = {
+        "logits": ("logits of labels", lambda r: r.lse - r.nll),
+        "logp": ("log-probabilities of labels", lambda r: -sign * r.nll),
+        "p": ("probabilities of labels", lambda r: torch.exp(-r.nll)),
+    }[place.kind]
+    return Reader(node, place, says, code, target=index, wraps=wraps, fixed=fixed)
 
 
 def entropy(user: Node, places: dict[Node, Place]) -> Reader | None:
@@ -195,13 +259,13 @@ def entropy(user: Node, places: dict[Node, Place]) -> Reader | None:
     if not calls(user, _MUL) or len(user.args) != 2 or user.kwargs or not all(a in places for a in user.args):
         return None
     p, other = sorted((places[a] for a in user.args), key=lambda place: place.kind != "p")
-    if p.kind != "p" or other.kind == "p" or p.key != other.key or len(user.users) != 1:
+    if p.kind != "p" or other.kind == "p" or p.key != other.key or p.classes != other.classes or len(user.users) != 1:
         return None
     # of the same rows, but not every row with every other, and with a gradient through both factors or none
     if not same(value(p.node).shape, value(other.node).shape) or p.detached != other.detached:
         return None
     (total,) = user.users
-    if not calls(total, _SUM) or not is_last(reduced_dim(total), value(user)) or "dtype" in total.kwargs:
+    if not calls(total, _SUM) or not other.over_classes(reduced_dim(total)) or "dtype" in total.kwargs:
         return None
     sign = other.sign
     code = (lambda r: r.max + r.pz) if other.kind == "logits" else (lambda r: sign * (r.pz - r.logsum))

@@ -21,16 +21,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx.node import Node
+from torch.fx.node import Node, map_arg
 
 from ..explain import Reason
 from ..kernels import IDENTITY, Epilogue
 from .graph import Refused, insert, name, same, value
 
+# the parameters of what a head may call, in their order
+_HEADS = {
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "inner": ("input", "other"),
+    "addmm": ("input", "mat1", "mat2"),
+}
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
 _TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "permute"}
 _SAME_ROWS = {*_CASTS, "contiguous", "clone", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
-_ROWS = {"getitem", "narrow", "select", "transpose", "swapaxes", "permute"}
+_ROWS = {"getitem", "narrow", "select", *_TRANSPOSES}
 # one name for each arithmetic operation; the in-place ones change logits that nobody else sees
 _ARITHMETIC = {
     **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, "mul", "mul_")},
@@ -71,18 +79,22 @@ class Place:
     """A node that holds a head's logits, or what softmax makes of them.
 
     kind: "logits"; "logp", sign times the log-probabilities; or "p", the probabilities. links: the nodes from the head
-    to here. rows: the last of them that selects or moves rows, or the head: places with
-    the same one hold the same rows in the same order (and, as it also cuts classes off, the same classes). detached: no
-    gradient comes back from here. factors: scalar tensors that multiply the logits. shift: a tensor
-    [V] that is added to them (a bias that isn't the head's).
+    to here. steps: the calls (link, target, args, kwargs) that make the hidden states of these rows from the head's.
+    rows: what selected or moved rows, or cut classes off; places with equal ones hold the same rows in the same order.
+    classes: which dimension the classes are, counted from the end. detached: no gradient comes back from here. factors:
+    scalar tensors that multiply the logits, or divide them if True stands with them. shift: a tensor [V] that is added
+    to them (a bias that isn't the head's), times shift_scale, before the factors.
     """
 
     node: Node
     links: tuple[Node, ...] = ()
-    rows: Node | None = None
+    steps: tuple[tuple[Node, Any, tuple, dict], ...] = ()
+    rows: tuple = ()
+    classes: int = -1
     epilogue: Epilogue = IDENTITY
-    factors: tuple[Node, ...] = ()
+    factors: tuple[tuple[Node, bool], ...] = ()
     shift: Node | None = None
+    shift_scale: float = 1.0
     kind: str = "logits"
     sign: int = 1
     detached: bool = False
@@ -90,7 +102,25 @@ class Place:
     @property
     def key(self) -> tuple:
         """Equal for places whose rows have the same statistics."""
-        return self.rows, self.epilogue, self.factors, self.shift
+        return self.rows, self.epilogue, self.factors, self.shift, self.shift_scale
+
+    @property
+    def V(self) -> int | torch.SymInt:
+        """The number of classes."""
+        return value(self.node).shape[self.classes]
+
+    @property
+    def inputs(self) -> list[Node]:
+        """What must be known, beside the head's inputs, to compute the statistics of these rows."""
+        sizes: list[Node] = []
+        map_arg([step[2:] for step in self.steps], sizes.append)
+        return [*sizes, *(factor for factor, _ in self.factors), *([] if self.shift is None else [self.shift])]
+
+    def over_classes(self, dim: Any) -> bool:
+        """Whether a dim argument names the classes' dimension alone."""
+        dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+        dims = value(self.node).dim()
+        return type(dim) is int and dim % dims == dims + self.classes
 
 
 def calls(node: Node, targets: set) -> bool:
@@ -101,15 +131,6 @@ def calls(node: Node, targets: set) -> bool:
 def reduced_dim(node: Node, position: int = 1) -> Any:
     """The argument dim of a reduction."""
     return node.args[position] if len(node.args) > position else node.kwargs.get("dim")
-
-
-def is_last(dim: Any, tensor: torch.Tensor) -> bool:
-    """Whether a dim argument names the last dimension alone."""
-    dim = dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
-    return type(dim) is int and dim % tensor.dim() == tensor.dim() - 1
-
-
-_POINTWISE = {*_ARITHMETIC, *_LOG_SOFTMAX, *_SOFTMAX, *_EXP}
 
 
 # ---- back to the head
@@ -142,21 +163,38 @@ def _larger_operand(node: Node) -> Node:
     operands = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, Node)]
     if not operands:
         raise Refused(Reason.LINK, name(node))
-    return max(operands, key=lambda n: x.dim() if isinstance(x := n.meta.get("example_value"), torch.Tensor) else -1)
+
+    def size(operand: Node) -> tuple[int, int]:
+        example = operand.meta.get("example_value")
+        if not isinstance(example, torch.Tensor):
+            return -1, 0
+        return example.dim(), sum(type(size) is not int or size != 1 for size in example.shape)
+
+    return max(operands, key=size)
 
 
 def _head(node: Node) -> Head | None:
     called = name(node)
-    parameters = {"linear": ("input", "weight", "bias"), "matmul": ("input", "other"), "mm": ("input", "mat2")}
-    if called not in parameters:
+    if called == "einsum":
+        hidden, weight, transposed = _einsum(node)
+        bias = None
+    elif called in _HEADS:
+        parameters, kwargs = _HEADS[called], dict(node.kwargs)
+        if called == "addmm":
+            kwargs = {k: v for k, v in kwargs.items() if k not in ("alpha", "beta") or v != 1}
+        given = dict(zip(parameters, node.args, strict=False)) | kwargs
+        if not set(given) <= set(parameters) or len(node.args) > len(parameters):
+            raise Refused(Reason.LINK, f"{called} with {len(node.args)} arguments and {', '.join(kwargs)}")
+        if called == "addmm":
+            bias, hidden, weight = (given[p] for p in parameters)
+        else:
+            hidden, weight, bias = given["input"], given[parameters[1]], given.get("bias")
+        transposed = called not in ("linear", "inner")
+    else:
         return None
-    given = dict(zip(parameters[called], node.args, strict=False)) | node.kwargs
-    if not set(given) <= set(parameters[called]) or len(node.args) > len(parameters[called]):
-        raise Refused(Reason.LINK, f"{called} with {len(node.args)} arguments and {', '.join(node.kwargs)}")
-    hidden, weight, bias = given["input"], given[parameters[called][1]], given.get("bias")
     if value(weight).dim() != 2 or value(hidden).dim() < 2:
         raise Refused(Reason.LINK, f"{called} of {value(hidden).dim()} and {value(weight).dim()} dimensions")
-    transposed, seen = called != "linear", []
+    seen = []
     while isinstance(inner := next(iter(weight.args), None), Node):
         if _swaps_both(weight):
             transposed = not transposed
@@ -165,6 +203,30 @@ def _head(node: Node) -> Head | None:
         seen.append(weight)
         weight = inner
     return Head(node, hidden, weight, transposed, bias, seen)
+
+
+def _einsum(node: Node) -> tuple[Node, Node, bool]:
+    """The hidden states, weight [V, H], or [H, V] if True, of an einsum such as "bth,vh->btv"."""
+    equation, *operands = node.args
+    operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    refused = Refused(Reason.LINK, f"einsum {equation!r}")
+    if not isinstance(equation, str) or len(operands) != 2 or node.kwargs:
+        raise refused
+    terms, _, result = equation.replace(" ", "").partition("->")
+    terms = terms.split(",")
+    for i, j in ((0, 1), (1, 0)):
+        lead, summed, weight = terms[i][:-1], terms[i][-1:], terms[j]
+        classes = weight.replace(summed, "")
+        letters = [*lead.replace("...", "", 1), summed, classes]
+        if len(weight) != 2 or len(classes) != 1 or len({*letters}) != len(letters) or result != lead + classes:
+            continue
+        if not all(map(str.isalpha, letters)):
+            continue
+        hidden, transposed = value(operands[i]), weight[0] == summed
+        # unlike matmul, einsum takes sizes of 1 for any size
+        if same(hidden.shape[-1:], [value(operands[j]).shape[0 if transposed else 1]]):
+            return operands[i], operands[j], transposed
+    raise refused
 
 
 def _swaps_both(node: Node) -> bool:
@@ -204,79 +266,113 @@ def follow(place: Place, node: Node) -> Place:
     before, after = value(place.node), value(node)
     if "out" in node.kwargs:
         raise Refused(Reason.LINK, f"{called} with out=")
-    if before.dim() and not isinstance(before.shape[-1], int):
-        raise Refused(Reason.UNKNOWN_SHAPE, "V is dynamic")
-    whole = before.dim() > 0 and after.dim() > 0
-    if whole:
-        V, last = before.shape[-1], after.shape[-1]
-        whole = isinstance(V, int) and isinstance(last, int) and last == V  # comparing symbols would add a guard
-    if before.device == after.device:
-        detached = place.detached or (before.requires_grad and not after.requires_grad)
-        here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
-        if called == "getitem" and place.kind == "logits" and _cuts_classes(node.args[1], before.dim()):
-            return dataclasses.replace(here, rows=node)
-    if whole and before.device == after.device:
-        widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
-        if calls(node, _LOG_SOFTMAX | _SOFTMAX) and place.kind == "logits" and widened:
-            if is_last(reduced_dim(node), before):
-                return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
-        elif calls(node, _EXP) and place.kind == "logp" and place.sign == 1:
+    if before.device != after.device or not before.dim() or not after.dim():
+        raise Refused(Reason.LINK, called)
+    detached = place.detached or (before.requires_grad and not after.requires_grad)
+    here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
+    # the head rounds the logits once; a narrower dtype behind it would round them again
+    widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
+    if calls(node, _LOG_SOFTMAX | _SOFTMAX):
+        if place.kind == "logits" and widened and place.over_classes(reduced_dim(node)):
+            return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
+    elif calls(node, _EXP):
+        if place.kind == "logp" and place.sign == 1:
             return dataclasses.replace(here, kind="p")
-        elif calls(node, _ARITHMETIC):
-            if not same(before.shape, after.shape):
-                raise Refused(Reason.LINK, f"{called} of shapes {tuple(before.shape)} and {tuple(after.shape)}")
-            return _arithmetic(here, place.node, node)
-        if node.args and node.args[0] is place.node and _is_row_link(called, node, before, after):
-            return dataclasses.replace(here, rows=node) if called in _ROWS else here
+    elif calls(node, _ARITHMETIC):
+        if not same(before.shape, after.shape):
+            raise Refused(Reason.LINK, f"{called} of shapes {tuple(before.shape)} and {tuple(after.shape)}")
+        return _arithmetic(here, place.node, node)
+    elif node.args and node.args[0] is place.node:
+        if called in _CASTS:
+            if widened and same(before.shape, after.shape):
+                return here
+        elif after.dtype == before.dtype:
+            moved = _follow_rows(here, called, node, before, after)
+            if moved is not None:
+                return moved
     raise Refused(Reason.LINK, called)
 
 
-def _is_row_link(called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> bool:
-    dims, last = before.dim(), before.dim() - 1
+def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> Place | None:
+    """The place behind a node that views, selects or moves rows, or None if it does something else to the classes."""
+    dims, classes = before.dim(), here.classes
+    position = dims + classes  # of the classes
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if called in _CASTS:
-        # the head rounds the logits once; a narrower dtype behind it would round them again
-        widened = before.dtype.itemsize == 2 and after.dtype == torch.float32
-        return (after.dtype == before.dtype or widened) and before.shape == after.shape
-    if called in ("contiguous", "clone", "flatten", "detach"):
-        return True  # rows keep their order when both shapes end in V
-    if called in ("view", "reshape"):
-        return not node.kwargs and len(_flat(node.args[1:])) == after.dim()  # no dtype, no size as one object
-    if called == "getitem":
-        return _keeps_last(node.args[1], dims)
-    if called in ("narrow", "select", "squeeze"):
-        return isinstance(dim, int) and dim % dims != last
-    if called == "unsqueeze":
-        return isinstance(dim, int) and dim % (dims + 1) <= last
-    if called in ("transpose", "swapaxes"):
-        return not node.kwargs and all(isinstance(d, int) and d % dims != last for d in node.args[1:])
+    target, args, kwargs, cut = node.target, node.args[1:], node.kwargs, False
+    moved = None  # how, in words that are equal for equal moves
+    if called in ("contiguous", "clone", "detach"):
+        target = None
+    elif called in ("view", "reshape", "flatten") and classes == -1:
+        # rows keep their order when both shapes end in V
+        if called != "flatten":
+            target, args = "reshape", tuple(_flat(args)[:-1])
+            if kwargs or len(args) + 1 != after.dim():  # a dtype, or a size as one object
+                return None
+    elif called == "getitem" and (index := full_index(dim, dims)) is not None:
+        at = [i for i, entry in enumerate(index) if entry is not None][position]
+        cut = _cuts(index[at])
+        if cut:
+            if here.kind != "logits" or type(before.shape[position]) is not int:
+                return None
+            moved, index[at] = f"{index}", slice(None)
+            args = (tuple(index),)
+        elif any(entry not in (None, slice(None)) for entry in index):
+            moved = f"{index}"
+        if index[at] != slice(None):
+            return None
+        classes = -1 - sum(type(entry) is not int for entry in index[at + 1 :])
+    elif called in ("narrow", "select", "squeeze") and type(dim) is int and dim % dims != position:
+        moved = None if called == "squeeze" else f"{called} {args} {kwargs}"
+        classes += (dims - after.dim()) * (dim % dims > position)
+    elif called == "unsqueeze" and type(dim) is int:
+        classes -= dim % (dims + 1) > position
+    elif called in _TRANSPOSES and (order := _order(called, node, dims)) is not None:
+        classes = order.index(position) - dims
+        order.remove(position)
+        moved = f"order {order}" if order != sorted(order) else None
+    else:
+        return None
+    if after.shape[classes] == 0 if cut else not same([before.shape[position]], [after.shape[classes]]):
+        return None
+    rows = here.rows if moved is None else (*here.rows, (moved, f"{[*before.shape]}"))
+    steps = here.steps if target is None else (*here.steps, (node, target, args, kwargs))
+    return dataclasses.replace(here, classes=classes, rows=rows, steps=steps)
+
+
+def _order(called: str, node: Node, dims: int) -> list[int] | None:
+    """The order in which a node puts the dimensions of its operand."""
+    if called in ("t", "getattr T", "getattr mT"):
+        return [*range(dims - 2), dims - 1, dims - 2] if dims == 2 or called == "getattr mT" else None
+    given = _flat(node.args[1:])
+    if node.kwargs or not all(type(d) is int for d in given):
+        return None
+    given = [d % dims for d in given]
     if called == "permute":
-        return not node.kwargs and _flat(node.args[1:])[-1] % dims == last
-    return False
+        return given
+    order = list(range(dims))
+    i, j = given
+    order[i], order[j] = order[j], order[i]
+    return order
 
 
-def _keeps_last(index: Any, dims: int) -> bool:
-    """Whether indexing a tensor of `dims` dimensions leaves the last one whole and last."""
+def full_index(index: Any, dims: int) -> list[Any] | None:
+    """An index of a tensor of `dims` dimensions with one entry for each, and None for each new one.
+
+    None for an index with anything but numbers, slices, None and Ellipsis.
+    """
     index = list(index) if isinstance(index, tuple) else [index]
     if not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index):
-        return False
-    before = index[: index.index(Ellipsis)] if Ellipsis in index else index
-    after = index[len(before) + 1 :]
-    if after:
-        return after[-1] == slice(None)
-    consumed = sum(i is not None for i in before)
-    return consumed < dims or (Ellipsis not in index and before[-1] == slice(None))
+        return None
+    rest = [slice(None)] * (dims - sum(i is not None and i is not Ellipsis for i in index))
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    return [*index[:at], *rest, *index[at + 1 :]]
 
 
-def _cuts_classes(index: Any, dims: int) -> bool:
-    """Whether indexing keeps only the first classes, as models with a padded vocabulary do, and all of the rest."""
-    index = list(index) if isinstance(index, tuple) else [index]
-    *rest, cut = index
-    if type(cut) is not slice or cut.start not in (None, 0) or cut.step not in (None, 1) or type(cut.stop) is not int:
+def _cuts(entry: Any) -> bool:
+    """Whether an entry of an index keeps only the first classes, as models with a padded vocabulary do."""
+    if type(entry) is not slice or type(entry.stop) is not int:
         return False
-    if not all(i is Ellipsis or i == slice(None) for i in rest if i is not None) or None in rest:
-        return False
-    return rest.count(Ellipsis) == 1 or len(index) == dims
+    return entry.start in (None, 0) and entry.step in (None, 1)
 
 
 def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
@@ -326,42 +422,47 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
 
 
 def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: Refused) -> Place:
-    """A scalar tensor that multiplies the logits, or a vector [V] added to them."""
-    tensor = value(other)
-    untouched = here.epilogue == IDENTITY and here.shift is None
-    if does in ("mul", "div") and first and tensor.dim() == 0 and tensor.is_floating_point() and untouched:
-        # the hidden states are multiplied by it, and might overflow in float16 where the logits don't
-        if does == "mul" and tensor.device == value(here.node).device and value(here.node).dtype != torch.float16:
-            return dataclasses.replace(here, factors=(*here.factors, other))
+    """A scalar tensor that multiplies or divides the logits, or a vector [V] added to them."""
+    tensor, logits = value(other), value(here.node)
+    function, scale, shift, _ = here.epilogue
+    if function or not tensor.is_floating_point() or tensor.device != logits.device or not first:
         raise refused
-    V = value(here.node).shape[-1]
-    if (
-        does == "add"
-        and untouched
-        and not here.factors
-        and tensor.dim()
-        and same(tensor.shape, [1] * (tensor.dim() - 1) + [V])
-    ):
-        return dataclasses.replace(here, shift=other)
+    if does in ("mul", "div") and all(type(size) is int and size == 1 for size in tensor.shape):
+        # a factor and a scale are one product, in whatever order.
+        # the hidden states are multiplied by it, and might overflow in float16 where the logits don't
+        if shift or logits.dtype == torch.float16:
+            raise refused
+        return dataclasses.replace(here, factors=(*here.factors, (other, does == "div")))
+    if does in ("add", "sub") and here.shift is None and not here.factors:
+        dims = tensor.dim()
+        vector = [1] * dims
+        if dims >= -here.classes:
+            vector[here.classes] = logits.shape[here.classes]
+            if same(tensor.shape, vector):
+                return dataclasses.replace(here, shift=other, shift_scale=(1 if does == "add" else -1) / scale)
+    if does in ("add", "sub") and _is_head(other):
+        raise Refused(Reason.ADAPTER)
     raise refused
 
 
-def on_hidden(place: Place, head: Head) -> Node:
-    """Insert the hidden states of the rows at a place, in the logits' dtype: [..., H], with place.node's rows.
+def _is_head(node: Node) -> bool:
+    try:
+        return value(head_of(node).node).dim() > 1
+    except Refused:
+        return False
+
+
+def on_hidden(place: Place, head: Head, before: Node) -> Node:
+    """Insert, in front of a node, the hidden states of the rows at a place, in the logits' dtype: [..., H].
 
     They are not multiplied by the place's factors yet.
     """
     h, dtype = head.hidden, value(head.node).dtype
     if value(h).dtype != dtype:  # autocast
-        h = insert(head.node, "to", h, dtype)
-    for link in place.links:
-        called = name(link)
-        if called in _CASTS or called in ("contiguous", "clone", "detach") or calls(link, _POINTWISE):
-            continue
-        if called in ("view", "reshape"):
-            h = insert(link, "reshape", h, [*_flat(link.args[1:])[:-1], value(h).shape[-1]])
-        elif called == "getitem" and _cuts_classes(link.args[1], value(link).dim()):
-            continue  # done to the weight
-        else:
-            h = insert(link, link.target, h, *link.args[1:], **link.kwargs)
-    return h
+        h = insert(before, head.node, "to", h, dtype)
+    for link, target, args, kwargs in place.steps:
+        if target == "reshape":
+            H = value(h).shape[-1]
+            args = [[*args, H if isinstance(H, int) else insert(before, link, "size", h, -1)]]
+        h = insert(before, link, target, h, *args, **kwargs)
+    return h if place.classes == -1 else insert(before, place.node, "movedim", h, place.classes, -1)

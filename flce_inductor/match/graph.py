@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections import Counter, defaultdict
@@ -39,7 +40,7 @@ def value(node: Any) -> torch.Tensor:
 
 
 # Only these functions have a short name: a user's function that is called "view" must not pass for torch's.
-_NAMES = "matmul mm reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select"
+_NAMES = "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select"
 _FUNCTIONS: dict[Any, str] = {
     operator.getitem: "getitem",
     operator.matmul: "matmul",
@@ -56,6 +57,14 @@ _SWITCHES = {
     torch.autograd.grad_mode._enter_inference_mode,
     torch.autograd.grad_mode._exit_inference_mode,
 }
+_SAME_ORDER = {"view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze"}
+# what is done to labels
+_PURE = {
+    *_SAME_ORDER,
+    *("getitem", "narrow", "select", "t", "transpose", "to", "long", "clamp", "clamp_min", "clamp_max"),
+    *("masked_fill", "clone", "eq", "ne"),
+}
+_PURE_FUNCTIONS = {F.pad, torch._C._nn.pad, torch.clamp, torch.where, torch.masked_fill, operator.eq, operator.ne}
 _RUNNING_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # nor do these
 
 
@@ -69,6 +78,13 @@ def name(node: Node) -> str:
         return f"getattr {node.args[1]}"  # no function is called that
     qualified = f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__name__', node.target)}"
     return _FUNCTIONS.get(node.target, qualified)
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a node is something that is done to labels, without any other effect."""
+    if node.op not in ("call_function", "call_method") or "out" in node.kwargs:
+        return False
+    return name(node) in _PURE or node.target in _PURE_FUNCTIONS
 
 
 def _subgraphs(node: Node) -> list[torch.fx.Graph]:
@@ -143,24 +159,6 @@ def switches_before(node: Node) -> Iterator[Node]:
             yield node
 
 
-def same_grad_mode(nodes: Collection[Node], graph: torch.fx.Graph) -> bool:
-    """Whether gradients are switched on or off alike where the nodes stand."""
-    start = grad, inference = torch.is_grad_enabled(), 0
-    modes, switches, stretches = set(), 0, set()
-    for node in graph.nodes:
-        if node in nodes:
-            modes.add((grad, inference))
-            stretches.add(switches)
-        if node.target is torch._C._set_grad_enabled:
-            grad, switches = node.args[0], switches + 1
-        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
-            inference, switches = inference + 1, switches + 1
-        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
-            inference, switches = inference - 1, switches + 1
-    # where the graph doesn't end as it began, the mode at its begin isn't known (the body of a no_grad region, say)
-    return len(stretches) == 1 or (len(modes) == 1 and (grad, inference) == start)
-
-
 def backward_of(loss: Node) -> Node:
     """The first backward behind a loss in the graph, or else the graph's end."""
     node = loss
@@ -170,20 +168,29 @@ def backward_of(loss: Node) -> Node:
 
 
 class Changes:
-    """Where a graph changes memory in place.
+    """Where a graph changes memory in place, or the grad mode, and so what may stand elsewhere in it.
 
     Every change that torch makes counts up a version that the example values of a tensor and its views share. A
     version that the changes found by name don't add up to means one that was not recognised, so it could be anywhere.
     """
 
     def __init__(self, graph: torch.fx.Graph):
-        self._position: dict[Node, int] = {}
+        self.position: dict[Node, float] = {}
         self._events: dict[int, list[Node]] = defaultdict(list)
         self._versions: dict[int, set[int]] = defaultdict(set)
         self._moved: dict[int, Node] = {}
+        self._modes: dict[Node, tuple[bool, int, int]] = {}  # gradients on, inference modes, switches before
+        self._start = grad, inference = torch.is_grad_enabled(), 0
+        switches = 0
         known: Counter[tuple[int, int]] = Counter()
         for position, node in enumerate(graph.nodes):
-            self._position[node] = position
+            self.position[node] = position
+            self._modes[node] = grad, inference, switches
+            if node.op == "call_function" and node.target in _SWITCHES:
+                switches += 1
+                grad = node.args[0] if node.target is torch._C._set_grad_enabled else grad
+                inference += node.target is torch.autograd.grad_mode._enter_inference_mode
+                inference -= node.target is torch.autograd.grad_mode._exit_inference_mode
             for memory, version in _memories(node):
                 self._versions[memory].add(version)
             for memory, version in [x for changed in mutated(node) for x in _memories(changed)]:
@@ -191,9 +198,16 @@ class Changes:
                 self._events[memory].append(node)
                 if name(node) == "set_":  # from here on the tensor has other memory, and the examples are the last
                     self._moved[memory] = node
+        self._end = grad, inference
         self._unexplained = {
             memory for memory, versions in self._versions.items() if any(known[memory, v] != v for v in versions - {0})
         }
+
+    def same_grad_mode(self, nodes: Collection[Node]) -> bool:
+        """Whether gradients are switched on or off alike where the nodes stand."""
+        modes = [self._modes[node] for node in nodes]
+        # where the graph doesn't end as it began, the mode at its begin isn't known (the body of a no_grad region, say)
+        return len({*modes}) == 1 or (len({mode[:2] for mode in modes}) == 1 and self._end == self._start)
 
     def never(self, node: Node) -> bool:
         """Whether nothing changes a node's memory, at any time."""
@@ -201,53 +215,101 @@ class Changes:
 
     def check(self, nodes: Iterable[Node], first: Node, last: Node, but: Collection[Node] = ()) -> None:
         """Refuse if the memory of nodes may change between first and last, other than by the nodes in `but`."""
-        start, stop = self._position[first], self._position[last]
+        start, stop = self.position[first], self.position[last]
         for memory in {memory for node in nodes for memory, _ in _memories(node)}:
             if memory in self._moved:
                 raise Refused(Reason.MUTATION, name(self._moved[memory]))
             for event in self._events[memory]:
-                if start < self._position[event] < stop and event not in but:
+                if start < self.position[event] < stop and event not in but:
                     raise Refused(Reason.MUTATION, name(event))
             if memory in self._unexplained:
                 raise Refused(Reason.MUTATION, "by an operation that is not recognised")
+
+    def moves(self, node: Node, at: Node) -> list[Node] | None:
+        """The nodes that must move in front of `at` for node's value to be known there, or None if they can't.
+
+        Only integers move: they mean the same under every grad mode.
+        """
+        found, stack = set(), [node]
+        while stack:
+            node = stack.pop()
+            if self.position[node] < self.position[at] or node in found:
+                continue
+            example = node.meta.get("example_value")
+            integers = isinstance(example, torch.Tensor) and not example.dtype.is_floating_point
+            if not integers or not _is_pure(node) or not all(map(self.never, (node, *node.all_input_nodes))):
+                return None
+            found.add(node)
+            stack += node.all_input_nodes
+        return sorted(found, key=self.position.__getitem__)
+
+    def ready(self, node: Node, at: Node) -> bool:
+        """Whether node's value is known at `at`, or can be."""
+        return self.moves(node, at) is not None
+
+    def same_labels(self, a: Node, b: Node) -> bool:
+        """Whether two label tensors hold the same numbers in the same order, whatever their shapes."""
+        return a is b or self._equal(self._flat(a), self._flat(b))
+
+    def _flat(self, node: Node) -> Node:
+        while name(node) in _SAME_ORDER and node.args and self.never(node):
+            if value(node).dtype != value(node.args[0]).dtype:
+                break
+            node = node.args[0]
+        return node
+
+    def _equal(self, a: Any, b: Any) -> bool:
+        if isinstance(a, (tuple, list)):
+            return type(a) is type(b) and len(a) == len(b) and all(map(self._equal, a, b))
+        if not isinstance(a, Node) or not isinstance(b, Node):
+            return type(a) is type(b) and a == b
+        if not self.never(a) or not self.never(b):
+            return False
+        return a is b or (
+            _is_pure(a)
+            and (a.op, a.target) == (b.op, b.target)
+            and self._equal([a.args, *a.kwargs.items()], [b.args, *b.kwargs.items()])
+        )
 
 
 def write(before: Node, code: Callable[..., Any], *args: Any, source: Node | None = None) -> Node:
     """Write ordinary torch code into the graph, in front of a node; args are nodes or constants of code.
 
-    The new nodes have example values, as the passes and caches that follow expect, and the place in the user's code of
-    `source`, or else of `before`.
+    Only what the result needs is written. The new nodes have example values, as the passes and caches that follow
+    expect, and the place in the user's code of `source`, or else of `before`.
     """
     graph = before.graph
     last = before.prev
     with graph.inserting_before(before):
         tracer = torch.fx.proxy.GraphAppendingTracer(graph)
         result = code(*map_arg(args, lambda n: torch.fx.Proxy(n, tracer))).node
-    examples = [n.meta.get("example_value") for n in graph.nodes]
-    with next(x.fake_mode for x in examples if isinstance(x, FakeTensor)):  # scalars become tensors of that mode, too
-        while (last := last.next) is not before:
-            target = getattr(torch.Tensor, last.target) if last.op == "call_method" else last.target
-            values = map_arg((last.args, last.kwargs), lambda n: n.meta["example_value"])
-            last.meta["example_value"] = target(*values[0], **values[1])
-            last.meta["stack_trace"] = (source or before).meta.get("stack_trace")
+    node = before.prev
+    while node is not last:
+        node = (unused := node).prev
+        if unused is not result and not unused.users:
+            graph.erase_node(unused)
+    while (last := last.next) is not before:
+        _set_example(last, source or before)
     return result
 
 
-def insert(after: Node, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
-    """A new node right behind `after` that calls a function, or a method given by its name.
+def insert(before: Node, source: Node, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Node:
+    """A new node in front of `before` that calls a function, or a method given by its name.
 
-    It has an example value, as the passes and caches that follow expect, and `after`'s place in the user's code.
+    It has an example value, as the passes and caches that follow expect, and `source`'s place in the user's code.
     """
-
-    def example(x: Any) -> Any:
-        return map_arg(x, lambda n: n.meta["example_value"])
-
-    with after.graph.inserting_after(after):
-        if isinstance(target, str):
-            node = after.graph.call_method(target, args, kwargs)
-            target = getattr(torch.Tensor, target)
-        else:
-            node = after.graph.call_function(target, args, kwargs)
-    node.meta["example_value"] = target(*example(args), **example(kwargs))
-    node.meta["stack_trace"] = after.meta.get("stack_trace")
+    with before.graph.inserting_before(before):
+        create = before.graph.call_method if isinstance(target, str) else before.graph.call_function
+        node = create(target, args, kwargs)
+    _set_example(node, source)
     return node
+
+
+def _set_example(node: Node, source: Node) -> None:
+    examples: list[Any] = []
+    target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples.append(n.meta["example_value"]) or examples[-1])
+    fake = next((x.fake_mode for x in tree_leaves(examples) if isinstance(x, FakeTensor)), contextlib.nullcontext())
+    with fake:  # scalars become tensors of that mode, too
+        node.meta["example_value"] = target(*args, **kwargs)
+    node.meta["stack_trace"] = source.meta.get("stack_trace")
