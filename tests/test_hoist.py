@@ -642,7 +642,9 @@ def test_program_text():
     (text,) = texts(z_loss, inputs())
     assert_expected_inline(
         text,
-        """{'steps': [['add', ['r', 1], ['r', 2]], ['pow', ['r', 7], 1.0], ['mul', ['r', 8], 2.0], ['mul', ['r', 6], ['r', 9]]], 'cotangents': [5, 10, null, null]}""",
+        """\
+{'steps': [['add', ['r', 1], ['r', 2]], ['pow', ['r', 7], 1.0], ['mul', ['r', 8], 2.0], ['mul', ['r', 6], ['r', 9]]], \
+'cotangents': [5, 10, null, null]}""",
     )
 
 
