@@ -99,8 +99,6 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 site.chunk_size = chunk_size
     for site in sites:
         record(site)
-    if written:
-        graph.lint()
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
