@@ -295,6 +295,26 @@ def test_dtypes(fn, dtype):
     assert_as_good_as_eager(fn, args, actual, torch.float32 if casts else dtype)
 
 
+ARITHMETIC = programs("""
+    CE(flat(linear(h, w, b) / b[0].exp()).float(), t.view(-1))
+    CE(flat(linear(h, w).float() * b[:1]), t.view(-1), reduction="none")
+    CE(flat(linear(h, w).float()) - b.float(), t.view(-1), reduction="none")
+    CE(flat((b - 0.5) + linear(h, w) * 2).float(), t.view(-1))
+    CE(flat(torch.einsum("bth,vh->btv", h, w)).float(), t.view(-1))
+    CE(torch.addmm(b, h.view(-1, H), w.t()).float(), t.view(-1), reduction="none")
+    p = F.log_softmax(flat(linear(h, w)), -1, dtype=torch.float32); p[torch.arange(B * T), t.view(-1).clamp(min=-1)]
+""")
+
+
+@pytest.mark.parametrize("fn", ARITHMETIC)
+def test_bfloat16_arithmetic(fn):
+    args = data(torch.bfloat16)
+    with fresh():
+        actual = compiled(fn, *args)
+    assert actual.reasons == [None], "\n".join(map(str, actual.sites))
+    assert_as_good_as_eager(fn, args, actual, torch.bfloat16)
+
+
 def autocast(dtype, enabled=True):
     return torch.autocast("cpu", dtype, enabled)
 
@@ -2122,7 +2142,7 @@ def large_graph(nodes, head):
 @pytest.mark.parametrize("head", [True, False])
 def test_time_for_a_large_graph(head):
     times = []
-    for _ in range(3):
+    for _ in range(5):
         graph = large_graph(5000, head)
         with fresh(), util.collect() as sites:
             start = time.process_time()
