@@ -287,6 +287,7 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     # they may be what another reader (an argmax) made
     place, target, class_weight = group.place, written.get(target, target), written.get(class_weight, class_weight)
     shift, factors = written.get(place.shift, place.shift), [written.get(n, n) for n, _ in place.factors]
+    factors = [insert(group.at, n, "reshape", n, ()) if value(n).dim() else n for n in factors]
     h = on_hidden(place, head, group.at)
     dims, V, dtype = value(h).dim(), value(head.node).shape[-1], value(head.node).dtype
     source = group.readers[0].node
@@ -304,7 +305,6 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
             shift = shift if place.shift_scale == 1 else shift * place.shift_scale
             bias = shift if bias is None else bias + shift
         for factor, (_, divides) in zip(factors, place.factors, strict=True):
-            factor = factor.reshape(())
             h = (h / factor if divides else h * factor).to(dtype)
             bias = None if bias is None else bias / factor if divides else bias * factor
         if target is None:
