@@ -781,11 +781,17 @@ LINKED = programs("""
     CE(linear(h[0, 0], w).unsqueeze(0), t[0, :1])
     CE(flat(linear(h, w, b[:1])), t.view(-1))
     CE(flat(linear(h, w, b[3])), t.view(-1))
+    CE(torch.stack([linear(h[0], h[0])] * T).transpose(0, 2).reshape(-1, T), t.new_zeros(T * T))
+    CE(checkpoint(lambda h: flat(linear(h, w)), h, use_reentrant=False), t.view(-1))
+""")
+
+
+CLASSES_ELSEWHERE = programs("""
     CE(linear(h[0], h[0]).t(), t[0] % T)
     CE(linear(h[0], h[0]).transpose(0, 1), t[0] % T)
     CE((w @ h.view(-1, H).t()).t(), t.view(-1))
-    CE(torch.stack([linear(h[0], h[0])] * T).transpose(0, 2).reshape(-1, T), t.new_zeros(T * T))
-    CE(checkpoint(lambda h: flat(linear(h, w)), h, use_reentrant=False), t.view(-1))
+    CE(linear(h[:, :2], w[:2]), t[:, :2].clamp(max=1))
+    CE(linear(h[:, :2], w[:2]).permute(2, 0, 1), t[:, :1].expand(B, 2) * 0)
 """)
 
 
@@ -861,6 +867,11 @@ def test_returned_logits_are_left_alone(fn):
 @pytest.mark.parametrize("fn", LINKED)
 def test_unknown_links_are_left_alone(fn):
     check(fn, *data(), reasons=Reason.LINK)
+
+
+@pytest.mark.parametrize("fn", CLASSES_ELSEWHERE)
+def test_classes_in_another_dimension_are_left_alone(fn):
+    check(fn, *data(), reasons=Reason.LOGITS_SHAPE)
 
 
 @pytest.mark.parametrize(
