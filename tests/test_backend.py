@@ -208,7 +208,7 @@ def test_explain_compiles_nothing_and_reports():
     assert site.reason is None and site.one_pass and (site.N, site.H, site.V) == ("40", "8", "30")
     assert site.where.startswith(__file__)
     assert site.logits_bytes == 40 * 30 * 4
-    assert "1 losses found, 1 rewritten" in str(report) and f"{site.chunk_size} rows a chunk" in str(report)
+    assert "1 loss found, 1 rewritten" in str(report) and f"{site.chunk_size} rows a chunk" in str(report)
 
 
 def test_explain_says_why_not():
