@@ -7,7 +7,9 @@ a weight w [V, H], a bias b [V] and labels t [B, T], unless they say else.
 import collections
 import inspect
 import logging
+import operator
 import random
+import time
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 import util
 from expecttest import assert_expected_inline
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from util import INDUCTOR, TRACING, assert_same, check, compiled, eager, fresh
@@ -292,6 +295,26 @@ def test_dtypes(fn, dtype):
     assert_as_good_as_eager(fn, args, actual, torch.float32 if casts else dtype)
 
 
+ARITHMETIC = programs("""
+    CE(flat(linear(h, w, b) / b[0].exp()).float(), t.view(-1))
+    CE(flat(linear(h, w).float() * b[:1]), t.view(-1), reduction="none")
+    CE(flat(linear(h, w).float()) - b.float(), t.view(-1), reduction="none")
+    CE(flat((b - 0.5) + linear(h, w) * 2).float(), t.view(-1))
+    CE(flat(torch.einsum("bth,vh->btv", h, w)).float(), t.view(-1))
+    CE(torch.addmm(b, h.view(-1, H), w.t()).float(), t.view(-1), reduction="none")
+    p = F.log_softmax(flat(linear(h, w)), -1, dtype=torch.float32); p[torch.arange(B * T), t.view(-1).clamp(min=-1)]
+""")
+
+
+@pytest.mark.parametrize("fn", ARITHMETIC)
+def test_bfloat16_arithmetic(fn):
+    args = data(torch.bfloat16)
+    with fresh():
+        actual = compiled(fn, *args)
+    assert actual.reasons == [None], "\n".join(map(str, actual.sites))
+    assert_as_good_as_eager(fn, args, actual, torch.bfloat16)
+
+
 def autocast(dtype, enabled=True):
     return torch.autocast("cpu", dtype, enabled)
 
@@ -408,15 +431,50 @@ def test_dynamic_shapes(fn, marked):
         assert counter.frame_count == (2 if marked == "automatic" else 1)
 
 
-def test_rows_that_only_the_data_decides():
-    def fn(h, w, b, t):
-        valid = t != -100
-        z = linear(h[valid], w)
-        return CE(z.view(z.size(0), -1), t[valid])
+ROWS_FROM_DATA = programs("""
+    m = t != -100; z = linear(h[m], w); CE(z.view(z.size(0), -1), t[m])
+    m = t != -100; z = linear(h[m], w, b); CE(z.float(), t[m], reduction="sum") / m.sum()
+    m = t != -100; z = linear(h[m], w); CE(z, t[m], reduction="none"), z.argmax(-1), z.argmax(-1, keepdim=True)
+    m = t.view(-1) != -100; z = h.view(-1, H)[m] @ w.t(); z.log_softmax(-1).gather(-1, t.view(-1)[m].unsqueeze(1))
+    i = (t.view(-1) != -100).nonzero().squeeze(1); CE(linear(h.view(-1, H)[i], w), t.view(-1)[i])
+    i = (t.view(-1) != -100).nonzero().squeeze(1); CE(linear(h.flatten(0, 1).index_select(0, i), w), t.flatten()[i])
+    x = torch.masked_select(h, (t != -100).unsqueeze(-1)).view(-1, H); CE(linear(x, w), t[t != -100])
+""")
 
+
+@pytest.mark.parametrize("fn", ROWS_FROM_DATA)
+def test_rows_that_only_the_data_decides(fn):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         got = check(fn, *data())
     assert got.sites[0].logits_bytes is None
+
+
+def test_no_rows_from_the_data():
+    def fn(h, w, b, t):
+        m = t > V
+        return CE(linear(h[m], w), t[m], reduction="sum") + h.sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check(fn, *data())
+
+
+ROWS_BEFORE_THE_HEAD = programs("""
+    CE(linear(h[:, -1], w), t[:, 1])
+    CE(linear(h[:, 1:].permute(1, 0, 2), w).reshape(-1, V), t[:, 1:].t().reshape(-1))
+    CE(linear(h.transpose(0, 1), w).flatten(0, 1), t.t().flatten())
+    CE(linear(h[[0, 1, 0]], w).view(-1, V), t[[0, 1, 0]].view(-1))
+    CE(linear(h[torch.arange(B), t[:, 1] % T], w), t[:, 2])
+    CE(linear(h.index_select(1, t[0].clamp(min=0) % T), w).view(-1, V), t.view(-1))
+    CE(linear(h.gather(1, (t.clamp(min=0) % T)[..., None].expand(B, T, H)), w).view(-1, V), t.view(-1))
+    CE(linear(torch.where((t > 3).unsqueeze(-1), h, 0.0), w).view(-1, V), t.view(-1))
+    CE(linear(torch.cat([h[:, 1:], h[:, :1]], 1), w).view(-1, V), t.view(-1))
+    CE(linear(h.unfold(1, 2, 1).permute(0, 1, 3, 2), w).reshape(-1, V), torch.stack([t[:, :-1], t[:, 1:]], -1).view(-1))
+""")
+
+
+@pytest.mark.parametrize("fn", ROWS_BEFORE_THE_HEAD)
+def test_rows_before_the_head(fn):
+    rewritten(fn, *data(), stats=1)
 
 
 ANY_VOCABULARY = programs("""
@@ -462,7 +520,7 @@ def test_dynamic_vocabulary_keeps_the_slab_within_its_cap():
     counter = util.CompileCounterWithBackend(TRACING)
     with fresh(max_slab_bytes=4 * 64), mock.patch.object(runtime, "run", wraps=runtime.run) as run:
         step = torch.compile(fn, backend=counter, fullgraph=True)
-        for classes, frames in ((11, 1), (16, 1), (17, 2), (33, 3), (40, 3)):
+        for classes, frames in ((11, 1), (12, 1), (17, 2), (33, 3), (40, 3)):
             h, w, b, t = data()
             w = w.detach().repeat(4, 1)[:classes].clone().requires_grad_()
             torch._dynamo.mark_dynamic(w, 0)
@@ -723,11 +781,17 @@ LINKED = programs("""
     CE(linear(h[0, 0], w).unsqueeze(0), t[0, :1])
     CE(flat(linear(h, w, b[:1])), t.view(-1))
     CE(flat(linear(h, w, b[3])), t.view(-1))
+    CE(torch.stack([linear(h[0], h[0])] * T).transpose(0, 2).reshape(-1, T), t.new_zeros(T * T))
+    CE(checkpoint(lambda h: flat(linear(h, w)), h, use_reentrant=False), t.view(-1))
+""")
+
+
+CLASSES_ELSEWHERE = programs("""
     CE(linear(h[0], h[0]).t(), t[0] % T)
     CE(linear(h[0], h[0]).transpose(0, 1), t[0] % T)
     CE((w @ h.view(-1, H).t()).t(), t.view(-1))
-    CE(torch.stack([linear(h[0], h[0])] * T).transpose(0, 2).reshape(-1, T), t.new_zeros(T * T))
-    CE(checkpoint(lambda h: flat(linear(h, w)), h, use_reentrant=False), t.view(-1))
+    CE(linear(h[:, :2], w[:2]), t[:, :2].clamp(max=1))
+    CE(linear(h[:, :2], w[:2]).permute(2, 0, 1), t[:, :1].expand(B, 2) * 0)
 """)
 
 
@@ -803,6 +867,11 @@ def test_returned_logits_are_left_alone(fn):
 @pytest.mark.parametrize("fn", LINKED)
 def test_unknown_links_are_left_alone(fn):
     check(fn, *data(), reasons=Reason.LINK)
+
+
+@pytest.mark.parametrize("fn", CLASSES_ELSEWHERE)
+def test_classes_in_another_dimension_are_left_alone(fn):
+    check(fn, *data(), reasons=Reason.LOGITS_SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -981,6 +1050,22 @@ def checkpointed(h, w, b, t):
     return checkpoint(lambda h: CE(flat(linear(h.tanh(), w)), t.view(-1)), h, use_reentrant=False)
 
 
+def checkpointed_chunks(h, w, b, t):
+    def loss(x, y):
+        z = linear(x, w, b).float()
+        return CE(z, y, reduction="sum"), (z.argmax(-1) == y).sum()
+
+    parts = [checkpoint(loss, x, y, use_reentrant=False) for x, y in zip(h, t, strict=True)]
+    return sum(part[0] for part in parts) / (t != -100).sum(), sum(part[1] for part in parts)
+
+
+def checkpointed_gather(h, w, b, t):
+    def body(h, y):
+        return linear(h.tanh(), w).log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+    return checkpoint(body, h, t.clamp(min=0), use_reentrant=False)
+
+
 def in_a_branch(h, w, b, t):
     def branch(h, w):
         return CE(flat(linear(h, w)), t.view(-1))
@@ -1044,6 +1129,7 @@ def weight_from_activations(h, w, b, t):
     hidden_with_hook,
     loss_with_hook,
     checkpointed,
+    checkpointed_gather,
     in_a_branch,
     hidden_that_becomes_a_leaf,
     deterministic,
@@ -1058,6 +1144,10 @@ def test_surroundings_that_do_not_matter(fn):
         pytest.skip("Dynamo does not take requires_grad_()")
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         check(fn, *data())
+
+
+def test_chunks_in_checkpoints():
+    check(checkpointed_chunks, *data(), reasons=[None, None])
 
 
 def test_heads_over_views_of_one_weight():
@@ -1346,6 +1436,15 @@ def test_decisions_are_logged_and_counted(caplog):
     assert f"{__file__}:{line + 3}: cross_entropy(sum): left alone" in caplog.text
 
 
+@pytest.mark.parametrize(("losses", "text"), [(1, "1 loss found, 1 rewritten"), (2, "2 losses found, 2 rewritten")])
+def test_report_counts(losses, text):
+    def fn(h, w, b, t):
+        return sum(CE(flat(linear(h, w)), t.view(-1)) for _ in range(losses))
+
+    with fresh():
+        assert text in str(flce_inductor.explain(fn, *data()))
+
+
 def test_nothing_is_reported_where_there_is_no_loss():
     assert "no loss found" in str(flce_inductor.explain(lambda x: x * 2, torch.ones(3)))
 
@@ -1485,6 +1584,7 @@ def rewritten(fn, *args, stats=None, tolerance=None, reasons=None, **how):
 
     def spy(graph):
         rewrite(graph)
+        graph.lint()
         texts.append(text_of(graph))
 
     with mock.patch.object(match, "rewrite", spy):
@@ -2015,6 +2115,54 @@ def test_attacks(fn):
     assert_same(actual, expected)
     assert actual.sites
     assert None not in actual.reasons, "\n".join(map(str, actual.sites))
+
+
+# ---------------------------------------------------------------- the time that the pass takes
+
+
+def large_graph(nodes, head):
+    """A graph as Dynamo makes it, with example values, of so many nodes before a head with three readers."""
+    graph = torch.fx.Graph()
+
+    def put(node):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+        target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+        node.meta["example_value"] = target(*args, **kwargs)
+        return node
+
+    with FakeTensorMode():
+        h, w, m, t = map(graph.placeholder, "hwmt")
+        for node, shape in ((h, (B, T, H)), (w, (V, H)), (m, (H, H))):
+            node.meta["example_value"] = torch.empty(shape, requires_grad=True)
+        t.meta["example_value"] = torch.empty(B * T, dtype=torch.int64)
+        x = h
+        for _ in range(nodes // 4):
+            x = put(graph.call_function(torch._C._nn.linear, (x, m)))
+            x = put(graph.call_method("tanh", (x,)))
+            x = put(graph.call_method("view", (x, B, T, H)))
+            x = put(graph.call_function(operator.add, (x, h)))
+        if head:
+            z = put(graph.call_function(torch._C._nn.linear, (x, w)))
+            y = put(graph.call_method("view", (z, -1, V)))
+            loss = put(graph.call_function(CE, (y, t)))
+            x = (loss, put(graph.call_method("logsumexp", (z, -1))), put(graph.call_method("argmax", (z, -1))))
+    graph.output(x)
+    return graph
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_time_for_a_large_graph(head):
+    times = []
+    for _ in range(5):
+        graph = large_graph(5000, head)
+        with fresh(), util.collect() as sites:
+            start = time.process_time()
+            match.rewrite(graph)
+            times.append(time.process_time() - start)
+        graph.lint()
+        assert len(graph.nodes) > 5000
+        assert [site.reason for site in sites] == [None, None] * head
+    assert min(times) < 0.05
 
 
 # ---------------------------------------------------------------- Inductor itself

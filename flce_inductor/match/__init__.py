@@ -105,8 +105,6 @@ def rewrite(graph: torch.fx.Graph) -> None:
     for site in sites:
         record(site)
     record_graph(graph, len(sites))
-    if written:
-        graph.lint()
 
 
 def _hint(size: int | torch.SymInt) -> int | None:
@@ -355,6 +353,7 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     # they may be what another reader (an argmax) made
     place, target, class_weight = group.place, written.get(target, target), written.get(class_weight, class_weight)
     shift, factors = written.get(place.shift, place.shift), [written.get(n, n) for n, _ in place.factors]
+    factors = [insert(group.at, n, "reshape", n, ()) if value(n).dim() else n for n in factors]
     h = on_hidden(place, head, group.at)
     dims, V, dtype = value(h).dim(), value(head.node).shape[-1], value(head.node).dtype
     source = group.readers[0].node
@@ -372,7 +371,6 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
             shift = shift if place.shift_scale == 1 else shift * place.shift_scale
             bias = shift if bias is None else bias + shift
         for factor, (_, divides) in zip(factors, place.factors, strict=True):
-            factor = factor.reshape(())
             h = (h / factor if divides else h * factor).to(dtype)
             bias = None if bias is None else bias / factor if divides else bias * factor
         if target is None:
@@ -384,13 +382,17 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
 
     inputs = (h, head.weight, head.bias, shift, factors, target, class_weight)
     stats = write(group.at, statistics, *inputs, source=source)
+    # the examples of new nodes don't say it: they are made in the grad mode that the pass runs in
+    graded = [head.hidden, head.weight, head.bias, place.shift, *(n for n, _ in place.factors)]
+    requires_grad = any(n is not None and value(n).requires_grad for n in graded)
     for reader in group.readers:
         shape = value(reader.node).shape
         # a size that isn't a number is read from the hidden states of the rows
         fixed = all(isinstance(size, int) for size in shape)
         rows = h if fixed else on_hidden(reader.place, head, reader.node)
         made = (stats, target, class_weight, rows, head.weight)
-        result = _write_reader(reader, *made, head.transposed, copy=not changes.never(reader.node))
+        copy = not changes.never(reader.node)
+        result = _write_reader(reader, *made, head.transposed, requires_grad and _detached(reader), copy)
         reader.node.replace_all_uses_with(result)
         # of the same memory, for what is known about its changes
         result.meta["example_value"] = reader.node.meta["example_value"]
@@ -406,13 +408,13 @@ def _write_reader(
     h: Node,
     weight: Node,
     transposed: bool,
+    detach: bool,
     copy: bool,
 ) -> Node:
-    """Write what a reader makes of row statistics; a copy of them, if it is changed in place later."""
+    """Write what a reader makes of row statistics: detached, or a copy of them, if it is changed in place later."""
     shape, dtype, V = value(reader.node).shape, value(reader.node).dtype, reader.place.V
     keepdim = len(shape) == value(reader.place.node).dim()
     fixed = all(isinstance(size, int) for size in shape)
-    takes_grad = any(statistic.requires_grad for statistic in stats.meta["example_value"])
     differs = dtype not in (stats.meta["example_value"][0].dtype, torch.int64)
 
     def code(stats, target, class_weight, h, weight):
@@ -425,7 +427,7 @@ def _write_reader(
             rows = result.view_as(h.select(-1, 0))
             result = rows.unsqueeze(reader.place.classes) if keepdim else rows
         result = result.to(dtype) if differs else result
-        if _detached(reader) and takes_grad and dtype.is_floating_point:
+        if detach and dtype.is_floating_point:
             result = result.detach()
         return result.clone() if copy else result
 

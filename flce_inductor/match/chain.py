@@ -5,11 +5,12 @@ dimension whole and last.
 
 - A link that moves or selects rows can be done to the hidden states instead, because the head works on each row by
   itself.
+- The class dimension may move, as cross_entropy takes [B, V, T]: the hidden states' last dimension moves with it.
 - A link that maps every logit alike (a scale, a softcap, a cast up) becomes the epilogue of the row statistics.
 - log_softmax changes what the values mean: from there on a reader reads log-probabilities.
 
-`head_of` walks from a reader back to its head, `spread` from a head to all places where its logits, or their
-log-probabilities, stand in the graph; both refuse what they don't know.
+`head_of` walks from a reader back to its head, `follow` from a place where the logits, or what softmax makes of them,
+stand in the graph to the next; both refuse what they don't know.
 """
 
 from __future__ import annotations
@@ -440,7 +441,7 @@ def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: R
             vector[here.classes] = logits.shape[here.classes]
             if same(tensor.shape, vector):
                 return dataclasses.replace(here, shift=other, shift_scale=(1 if does == "add" else -1) / scale)
-    if does in ("add", "sub") and _is_head(other):
+    if does in ("add", "sub") and same(tensor.shape, logits.shape) and _is_head(other):
         raise Refused(Reason.ADAPTER)
     raise refused
 

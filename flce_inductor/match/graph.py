@@ -127,17 +127,39 @@ def mutated(node: Node) -> Iterator[Node]:
         yield from (n for n in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(n, Node))
 
 
-def _plain(example: Any) -> torch.Tensor | None:
-    """The tensor with memory behind those that torch.func's transforms wrap; None for what has no memory to tell."""
-    while isinstance(example, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(example):
-        example = torch._C._functorch.get_unwrapped(example)
-    return example if isinstance(example, torch.Tensor) and example.layout == torch.strided else None
+def _never_mutates(node: Node) -> bool:
+    """Whether what a node calls changes nothing, whatever its arguments but `out` are."""
+    target = node.target
+    if isinstance(target, (torch._ops.HigherOrderOperator, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    if target in _IN_PLACE_OPERATORS or target in _RUNNING_STATISTICS or node.op == "call_module":
+        return False
+    if inspect.isfunction(target) and "inplace" in inspect.signature(target).parameters:
+        return False
+    return target is getattr or not name(node).endswith("_")
 
 
 def _memories(node: Node) -> list[tuple[int, int]]:
-    """For each tensor of a node's example value: the identity of its memory, which views share, and its version."""
-    tensors = [x for x in map(_plain, tree_leaves(node.meta.get("example_value"))) if x is not None]
-    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
+    """For each tensor of a node's example value: the identity of its memory, which views share, and its version.
+
+    Tensors that have no memory to tell are left out.
+    """
+    example = node.meta.get("example_value")
+    found = []
+    for x in [example] if isinstance(example, torch.Tensor) else tree_leaves(example):
+        # behind those that torch.func's transforms wrap
+        while isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+            found.append((x.untyped_storage()._cdata, 0 if x.is_inference() else x._version))
+    return found
+
+
+def _is_new(example: Any) -> bool:
+    """Whether an example value is a tensor that was never changed in place; false where that takes time to tell."""
+    if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
+        return example is None
+    return not example.is_inference() and example._version == 0
 
 
 def same(a: Any, b: Any, guard: bool = False) -> bool:
@@ -149,7 +171,7 @@ def same(a: Any, b: Any, guard: bool = False) -> bool:
 
 def forward_mode(graph: torch.fx.Graph) -> bool:
     """Whether forward-mode differentiation takes place in a graph."""
-    return any(node.op == "call_function" and name(node).endswith("._make_dual") for node in graph.nodes)
+    return any(getattr(node.target, "__name__", "") == "_make_dual" for node in graph.nodes)
 
 
 def switches_before(node: Node) -> Iterator[Node]:
@@ -181,18 +203,26 @@ class Changes:
         self._moved: dict[int, Node] = {}
         self._modes: dict[Node, tuple[bool, int, int]] = {}  # gradients on, inference modes, switches before
         self._start = grad, inference = torch.is_grad_enabled(), 0
-        switches = 0
+        mode = grad, inference, 0
         known: Counter[tuple[int, int]] = Counter()
+        harmless: dict[Any, bool] = {}
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
-            self._modes[node] = grad, inference, switches
+            self._modes[node] = mode
             if node.op == "call_function" and node.target in _SWITCHES:
-                switches += 1
                 grad = node.args[0] if node.target is torch._C._set_grad_enabled else grad
                 inference += node.target is torch.autograd.grad_mode._enter_inference_mode
                 inference -= node.target is torch.autograd.grad_mode._exit_inference_mode
-            for memory, version in _memories(node):
-                self._versions[memory].add(version)
+                mode = grad, inference, mode[2] + 1
+            if not _is_new(node.meta.get("example_value")):
+                for memory, version in _memories(node):
+                    if version:
+                        self._versions[memory].add(version)
+            kind = node.op, node.target
+            if kind not in harmless:
+                harmless[kind] = _never_mutates(node)
+            if harmless[kind] and "out" not in node.kwargs:
+                continue
             for memory, version in [x for changed in mutated(node) for x in _memories(changed)]:
                 known[memory, version] += name(node) not in _UNCOUNTED and node.target not in _RUNNING_STATISTICS
                 self._events[memory].append(node)
@@ -200,7 +230,7 @@ class Changes:
                     self._moved[memory] = node
         self._end = grad, inference
         self._unexplained = {
-            memory for memory, versions in self._versions.items() if any(known[memory, v] != v for v in versions - {0})
+            memory for memory, versions in self._versions.items() if any(known[memory, v] != v for v in versions)
         }
 
     def same_grad_mode(self, nodes: Collection[Node]) -> bool:
