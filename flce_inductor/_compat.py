@@ -11,7 +11,15 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._config_module import _UNSET_SENTINEL, SubConfigProxy, _Config, _ConfigEntry
 
-__all__ = ["CustomGraphPass", "chain_passes", "inductor_patches", "install_config", "is_whole", "iter_passes"]
+__all__ = [
+    "CustomGraphPass",
+    "chain_passes",
+    "inductor_patches",
+    "install_config",
+    "is_whole",
+    "iter_passes",
+    "size_hint",
+]
 
 
 class _CheckedVar:
@@ -119,3 +127,9 @@ def is_whole(graph: torch.fx.Graph) -> bool:
     # Dynamo says of what it captured why it ended there; DDP's optimizer says so of its pieces, in its own name
     reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
     return reason is not None and not any(frame.name == "DDPOptimizer" for frame in reason.user_stack)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """A size as a number where the graph knows one for now; None for one that only the data decides."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return None if hint is None else int(hint)  # torch 2.11 has sympy's integers here

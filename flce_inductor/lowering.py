@@ -25,7 +25,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from . import chunking, config, kernels, ops, runtime  # noqa: F401  ops registers the operators
+from . import _compat, chunking, config, kernels, ops, runtime  # noqa: F401  ops registers the operators
 from .explain import record_tuning
 
 _OPS = torch.ops.flce_inductor
@@ -164,12 +164,6 @@ def tune(graph: torch.fx.Graph) -> None:
         record_tuning(node, str(chosen), {str(c): seconds for c, seconds in times.items()})
 
 
-def _hint(size: int | torch.SymInt) -> int | None:
-    """A size as a number, where the graph knows one for now."""
-    hint = size if isinstance(size, int) else size.node.hint
-    return None if hint is None else int(hint)
-
-
 class _Problem(NamedTuple):
     """What the time of a site's loop depends on."""
 
@@ -189,7 +183,7 @@ class _Problem(NamedTuple):
     @staticmethod
     def of(node: torch.fx.Node) -> _Problem | None:
         h, weight = (node.args[i].meta["val"] for i in (0, 1))
-        N, H, classes = (_hint(x) for x in (h.shape[0], h.shape[1], weight.shape[0]))
+        N, H, classes = (_compat.size_hint(x) for x in (h.shape[0], h.shape[1], weight.shape[0]))
         if not N or not H or not classes:
             return None
         args = node.args

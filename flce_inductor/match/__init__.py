@@ -107,11 +107,6 @@ def rewrite(graph: torch.fx.Graph) -> None:
     record_graph(graph, len(sites))
 
 
-def _hint(size: int | torch.SymInt) -> int | None:
-    """A size as a number where the graph knows one for now; None for one that only the data decides."""
-    return size if isinstance(size, int) else size.node.hint
-
-
 def _measure(site: Site, head: Head) -> None:
     """Fill in the report, and refuse a head that is too small to gain anything."""
     logits, settings = value(head.node), config.current()
@@ -121,7 +116,7 @@ def _measure(site: Site, head: Head) -> None:
         N = N * size
     site.N, site.H, site.V = str(N), str(value(head.hidden).shape[-1]), str(V)
     site.dtype = str(logits.dtype).removeprefix("torch.")
-    rows, classes = _hint(N), _hint(V)
+    rows, classes = _compat.size_hint(N), _compat.size_hint(V)
     if classes is not None and classes < settings.min_vocab_size:
         raise Refused(Reason.TOO_SMALL, f"{classes} classes, min_vocab_size={settings.min_vocab_size}")
     if rows is not None and classes is not None:
@@ -194,7 +189,7 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
         raise Refused(Reason.DTYPE, f"logits {logits.dtype}, weight {weight.dtype}, bias {biases}")
     if head.bias is not None and not same(value(head.bias).shape, logits.shape[-1:]):
         raise Refused(Reason.LINK, f"a bias of shape {tuple(value(head.bias).shape)}")
-    if _hint(logits.shape[-1]) is None:
+    if _compat.size_hint(logits.shape[-1]) is None:
         raise Refused(Reason.UNKNOWN_SHAPE, "only the data decides V")
     if len({value(n).device for n in [*inputs, *others]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
@@ -340,8 +335,8 @@ def _bound(V: int | torch.SymInt) -> int:
     """V, or a power of two that a dynamic V stays under, or else the graph is compiled again."""
     if isinstance(V, int):
         return V
-    bound = 1 << (_hint(V) - 1).bit_length()
-    return bound if bound >= V else _hint(V)  # the comparison is a guard
+    bound = 1 << (_compat.size_hint(V) - 1).bit_length()
+    return bound if bound >= V else _compat.size_hint(V)  # the comparison is a guard
 
 
 def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, written: dict[Node, Node]) -> None:
