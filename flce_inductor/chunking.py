@@ -21,6 +21,8 @@ import os
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from . import _compat
+
 SHARE = 0.06  # of the time may go to reading and writing dweight
 SLAB_FRACTION = 128  # the slab takes at most memory / this
 
@@ -127,8 +129,16 @@ def candidates(
     return [c for c in sizes if c >= 1 and c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)]
 
 
+def _bound(V: int | torch.SymInt) -> int:
+    """V, or a power of two that a dynamic V stays under, or else the graph is compiled again."""
+    if isinstance(V, int):
+        return V
+    bound = 1 << (_compat.size_hint(V) - 1).bit_length()
+    return bound if bound >= V else _compat.size_hint(V)  # the comparison is a guard
+
+
 def rows_per_chunk(
-    V: int,
+    V: int | torch.SymInt,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -138,4 +148,4 @@ def rows_per_chunk(
     """The user's chunk_size exactly (runtime clamps it to N), else the device's default."""
     if chunk_size is not None:
         return chunk_size
-    return default_rows(V, dtype, card(device), max_slab_bytes)
+    return default_rows(_bound(V), dtype, card(device), max_slab_bytes)

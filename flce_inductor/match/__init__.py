@@ -315,7 +315,7 @@ def _replace(
     """
     logits, settings = value(head.node), config.current()
     chunk_size = chunking.rows_per_chunk(
-        _bound(logits.shape[-1]),
+        logits.shape[-1],
         logits.dtype,
         logits.device,
         chunk_size=settings.chunk_size,
@@ -329,14 +329,6 @@ def _replace(
         if not node.users:
             node.graph.erase_node(node)
     return chunk_size
-
-
-def _bound(V: int | torch.SymInt) -> int:
-    """V, or a power of two that a dynamic V stays under, or else the graph is compiled again."""
-    if isinstance(V, int):
-        return V
-    bound = 1 << (_compat.size_hint(V) - 1).bit_length()
-    return bound if bound >= V else _compat.size_hint(V)  # the comparison is a guard
 
 
 def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, written: dict[Node, Node]) -> None:
