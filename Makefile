@@ -6,12 +6,14 @@
 #   make test PYTHON=python3.12           another interpreter
 #   make test TORCH=torch==2.11.0         another PyTorch
 #   make test PYTEST_ARGS="-k match -x"   some of the tests
+#   make test JOBS=8                      in as many processes
 #   make demo DEMO_ARGS="--device cuda"   options of the demo (python -m flce_inductor.demo --help)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTEST_ARGS ?=
+JOBS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -47,10 +49,10 @@ $(VENV)/.stamp-demo: pyproject.toml $(TORCH_STAMP)
 	$(PIP) -e '.[demo]'
 	touch $@
 
-# One thread: the tests' tensors are small, and threads that wait for each other make them minutes slower.
+# Two processes of one thread: the tests' tensors are small, and threads that wait for each other make them slower.
 test: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu" $(PYTEST_ARGS)
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)

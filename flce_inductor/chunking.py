@@ -125,8 +125,8 @@ def candidates(
         return [chunk_size]
     default = default_rows(V, dtype, facts, max_slab_bytes)
     cap = max_slab_bytes if max_slab_bytes is not None else facts.memory // SLAB_FRACTION
-    sizes = [default * 2**i for i in range(-3, 3)]
-    return [c for c in sizes if c >= 1 and c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)]
+    sizes = [*(default >> i for i in (3, 2, 1)), default, 2 * default, 4 * default]
+    return [c for c in sizes if 1 <= c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)]
 
 
 def _bound(V: int | torch.SymInt) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flce_inductor import chunking
-from flce_inductor.chunking import Card, default_rows, rows_per_chunk, share, statistics_first
+from flce_inductor.chunking import Card, candidates, default_rows, rows_per_chunk, share, statistics_first
 
 GIB = 1 << 30
 H200 = Card(790e12, 53e12, 4.3e12, 141 * GIB)
@@ -50,6 +50,22 @@ def test_default(facts, V, dtype, rows):
 def test_max_slab_bytes_caps():
     assert default_rows(128256, torch.bfloat16, H200, max_slab_bytes=64 << 20) == 256
     assert default_rows(128256, torch.bfloat16, H200, max_slab_bytes=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "max_slab_bytes", "sizes"),
+    [
+        (8192, 128256, None, [256, 512, 1024, 2048, 4096]),  # 8192 rows are more than the cap allows
+        (8192, 32000, None, [256, 512, 1024, 2048, 4096, 8192]),
+        (1000, 32000, None, [256, 512, 1024]),  # one chunk is enough
+        (8192, 128256, 64 << 20, [32, 64, 128, 256]),
+        (8192, 128256, 1 << 19, [1, 2]),
+    ],
+)
+def test_candidates(N, V, max_slab_bytes, sizes):
+    found = candidates(N, V, torch.bfloat16, H200, max_slab_bytes=max_slab_bytes)
+    assert found == sizes and all(type(c) is int for c in found)
+    assert candidates(N, V, torch.bfloat16, H200, chunk_size=77) == [77]
 
 
 def test_a_users_chunk_size_is_exact():
