@@ -60,7 +60,7 @@ class Program:
         values = {k: torch.randn(shape, generator=g, dtype=torch.float64) for k, shape in shapes.items()}
         values["c"] = values["c"].exp()
         values["s"] = values["s"] + 2  # it divides
-        # every program can cut two classes off twice
+        # programs cut classes off, four at most
         values["y"] = torch.randint(V - 4, (B, T), generator=g).masked_fill(torch.rand(B, T, generator=g) < 0.2, -100)
         return [values[k].requires_grad_(k in self.grads) for k in ARGUMENTS]
 
@@ -190,7 +190,15 @@ def scales(z: Logits) -> Links:
 
 def shifts(z: Logits) -> Links:
     b = z.vector("b")
-    texts = ["{z} + 0.3", "{z} - 0.2", "0.1 + {z}", "torch.add({z}, 0.5)", f"{{z}} + {b}", f"{{z}} - {b}", f"{b} + {{z}}"]
+    texts = [
+        "{z} + 0.3",
+        "{z} - 0.2",
+        "0.1 + {z}",
+        "torch.add({z}, 0.5)",
+        f"{{z}} + {b}",
+        f"{{z}} - {b}",
+        f"{b} + {{z}}",
+    ]
     texts += [f"{{z}}.sub({b})", f"{{z}} + {b}.detach() * 2"]
     return [(f"{{z}} = {text}", dataclasses.replace(z, writable=True)) for text in texts]
 
@@ -224,7 +232,12 @@ def strange(z: Logits) -> Links:
     texts += [f"{{z}} - {{z}}.amax({c}, keepdim=True)", f"{{z}} * ({{y}} >= 0).unsqueeze({c})", "{z} + {z}"]
     texts += ["{z} * {z}", "{z}.clamp(-1, 1)", "F.relu({z})", f"{{z}}.flip({c})", f"{{z}}.roll(1, {c})", "1 - {z}"]
     texts += [f"{{z}} * {z.vector('b')}", "{z} + h.sum()", f"{{z}} + {{z}}.sum({c}, keepdim=True)", "{z}.exp()"]
-    texts += [f"{{z}}.masked_fill(({{y}} < 0).unsqueeze({c}), 0.0)", f"{{z}}.log_softmax({c})", "{z}.flip(0)", "{z} + s"]
+    texts += [
+        f"{{z}}.masked_fill(({{y}} < 0).unsqueeze({c}), 0.0)",
+        f"{{z}}.log_softmax({c})",
+        "{z}.flip(0)",
+        "{z} + s",
+    ]
     links = [(f"{{z}} = {text}", dataclasses.replace(z, writable=False)) for text in texts]
     links.append((f"{{z}} = {{z}}.reshape({z.V}, -1).t().reshape({[*z.sizes]})", dataclasses.replace(z, flat=False)))
     if not z.last:  # the shape fits, but the classes are no more together
@@ -244,6 +257,7 @@ class _Writer:
     def __init__(self, draw):
         self.draw = draw
         self.lines: list[str] = []
+        self.least_V = 0  # all labels are below it
 
     def pick(self, options):
         return self.draw(st.sampled_from(list(options)))
@@ -256,7 +270,8 @@ class _Writer:
 
     def head(self, sizes: tuple[int, int, int, int]) -> Logits:
         B, T, _, V = sizes
-        rows, h, y = (B, T), "h", "y"
+        self.least_V = V - 4
+        rows = (B, T)
         if self.chance(40):
             rows = (B * T,)
             self.lines.append("h, y = h.flatten(0, 1), y.flatten()")
@@ -264,11 +279,20 @@ class _Writer:
             rows = (T, B)
             self.lines.append("h, y = h.transpose(0, 1), y.t()")
         if self.chance(25):
-            self.lines.append(self.pick(["h = h.tanh()", "h = h * s", "h = h.detach()", "h = F.layer_norm(h, h.shape[-1:])"]))
+            self.lines.append(
+                self.pick(["h = h.tanh()", "h = h * s", "h = h.detach()", "h = F.layer_norm(h, h.shape[-1:])"])
+            )
         if self.chance(25):
             statement, V = self.pick(
-                [("w = w[:-2]", V - 2), ("w = w[1:]", V - 1), ("w = w.double()", V), ("w = w * 0.5", V)]
-                + [("w = w.detach()", V), ("w = w.t().clone().t()", V), ("w = w.contiguous()", V)]
+                [
+                    ("w = w[:-2]", V - 2),
+                    ("w = w[1:]", V - 1),
+                    ("w = w.double()", V),
+                    ("w = w * 0.5", V),
+                    ("w = w.detach()", V),
+                    ("w = w.t().clone().t()", V),
+                    ("w = w.contiguous()", V),
+                ]
             )
             self.lines.append(statement)
         b, dims = f"b[: {V}]", len(rows)
@@ -277,16 +301,27 @@ class _Writer:
         plain = ["F.linear(h, w)", f"F.linear(h, w, {b})", f"F.linear(h, w, bias={b})", f"h @ {wt}"]
         plain += [f"torch.matmul(h, {wt})", f"h.matmul({wt})", f"h @ {wt} + {b}", "torch.inner(h, w)"]
         plain += [f'torch.einsum("{letters}h,vh->{letters}v", h, w)', 'torch.einsum("...h,vh->...v", h, w)']
-        plain += [f'torch.einsum("{letters}h,hv->{letters}v", h, {wt})', f'torch.einsum("vh,{letters}h->{letters}v", w, h)']
+        plain += [
+            f'torch.einsum("{letters}h,hv->{letters}v", h, {wt})',
+            f'torch.einsum("vh,{letters}h->{letters}v", w, h)',
+        ]
         if dims == 2:
             shape = f".view({rows[0]}, {rows[1]}, {V})"
-            plain += [f"torch.addmm({b}, h.reshape(-1, h.size(-1)), {wt}){shape}", f"F.linear(h.flatten(0, 1), w){shape}"]
+            plain += [
+                f"torch.addmm({b}, h.reshape(-1, h.size(-1)), {wt}){shape}",
+                f"F.linear(h.flatten(0, 1), w){shape}",
+            ]
         else:
             plain += [f"torch.addmm({b}, h, {wt})", f"torch.mm(h, {wt})", f"h.mm({wt})"]
         z = Logits("z", "y", (*rows, V), dims, flat=not any("transpose(0, 1), y" in line for line in self.lines))
         if self.chance(8):
             others = [("h.unsqueeze(-2).mul(w).sum(-1)", z), ("F.linear(h, w) + F.linear(h, w.detach())", z)]
-            others.append((f'torch.einsum("{letters}h,vh->v{letters}", h, w)', dataclasses.replace(z, sizes=(V, *rows), classes=0)))
+            others.append(
+                (
+                    f'torch.einsum("{letters}h,vh->v{letters}", h, w)',
+                    dataclasses.replace(z, sizes=(V, *rows), classes=0),
+                )
+            )
             if dims == 1:
                 turned = dataclasses.replace(z, sizes=(V, *rows), classes=0)
                 others += [("w @ h.t()", turned), ("F.linear(w, h)", turned), ("F.linear(w, h).t()", z)]
@@ -304,7 +339,7 @@ class _Writer:
         return z
 
     def link(self, z: Logits, kind) -> Logits:
-        options = [(text, after) for text, after in kind(z) if after.V > 4 and after.sizes]
+        options = [(text, after) for text, after in kind(z) if after.V >= self.least_V]
         if options:
             text, after = self.pick(options)
             self.lines += text.format(z=z.z, y=z.y).split("; ")
@@ -315,20 +350,37 @@ class _Writer:
         """An expression that reads the logits, and whether it has a number for each row."""
         c, name = z.classes, z.z
         index = f"{z.y}.clamp(min=0).unsqueeze({c})"
-        logp = self.pick([f"{name}.log_softmax({c})", f"F.log_softmax({name}, dim={c})", f"torch.log_softmax({name}, {c - z.dims})"])
+        logp = self.pick(
+            [f"{name}.log_softmax({c})", f"F.log_softmax({name}, dim={c})", f"torch.log_softmax({name}, {c - z.dims})"]
+        )
         gathered = self.pick(
             [f"{{}}.gather({c}, {index}).squeeze({c})", f"torch.take_along_dim({{}}, {index}, {c}).squeeze({c})"]
             + [f"{{}}[torch.arange({z.sizes[0]}), {z.y}.clamp(min=0)]"] * (z.dims == 2 and z.last)
         )
         kind = self.pick(
             ["cross_entropy"] * 4
-            + ["nll_loss", "gather", "gather", "logsumexp", "difference", "entropy", "accuracy", "probability", "sum", "max"]
+            + [
+                "nll_loss",
+                "gather",
+                "gather",
+                "logsumexp",
+                "difference",
+                "entropy",
+                "accuracy",
+                "probability",
+                "sum",
+                "max",
+            ]
         )
         if kind in ("cross_entropy", "nll_loss"):
             return self.loss(z, kind, logp)
         expressions = {
             "gather": [gathered.format(logp), gathered.format(f"(-{logp})")],
-            "logsumexp": [f"{name}.logsumexp({c})", f"torch.logsumexp({name}, dim={c})", f"{name}.logsumexp({c}, keepdim=True).squeeze({c})"],
+            "logsumexp": [
+                f"{name}.logsumexp({c})",
+                f"torch.logsumexp({name}, dim={c})",
+                f"{name}.logsumexp({c}, keepdim=True).squeeze({c})",
+            ],
             "difference": [f"{name}.logsumexp({c}) - {gathered.format(name)}"],
             "entropy": [
                 f"-({name}.softmax({c}) * {logp}).sum({c})",
@@ -339,9 +391,18 @@ class _Writer:
                 f"({name}.argmax({c}) == {z.y}).double()",
                 f"({name}.max({c}).indices == {z.y}).double() * {name}.detach().logsumexp({c})",
             ],
-            "probability": [gathered.format(f"{name}.softmax({c})"), gathered.format(f"{logp}.exp()"), f"{gathered.format(logp)}.exp()"],
+            "probability": [
+                gathered.format(f"{name}.softmax({c})"),
+                gathered.format(f"{logp}.exp()"),
+                f"{gathered.format(logp)}.exp()",
+            ],
             "sum": [f"{logp}.sum({c})", f"{logp}.mean({c})"],
-            "max": [f"{name}.detach().amax({c})", f"{name}.detach().max({c}).values", f"{name}.amax({c})", f"{name}.detach().softmax({c}).amax({c})"],
+            "max": [
+                f"{name}.detach().amax({c})",
+                f"{name}.detach().max({c}).values",
+                f"{name}.amax({c})",
+                f"{name}.detach().softmax({c}).amax({c})",
+            ],
         }
         return self.pick(expressions[kind]), True
 
@@ -382,11 +443,26 @@ class _Writer:
             m, u = f"({z.y}.reshape({{r}}.shape) >= 0)", "u[: {r}.numel()].view_as({r})"
             q = "(0.1 * {r}).exp()"
             reduction = self.pick(
-                ["{r}.mean()", "{r}.sum()", "{r}.sum() / 7", "", f"({{r}} * {u}).sum()", f"({{r}} * {m}).sum() / {m}.sum()"]
-                + [f"torch.where({m}, {{r}}, 0.0).sum() / {m}.sum().clamp(min=1)", f"{{r}}.masked_fill(~{m}, 0.0).mean()"]
-                + [f"torch.min({q} * {u}, {q}.clamp(0.9, 1.1) * {u}).mean()", "({r} * (-{r}).exp().detach()).mean()"]
-                + ["{r}.square().mean()", "1e-2 * {r}.square().sum()", "{r}.var()", "{r}.max()", "{r}.logsumexp(0).sum()"]
-                + ["{r}[::2].sum()", "{r}.mean() * s", f"(({{r}} - {u}).abs() * {m}).sum()"]
+                [
+                    "{r}.mean()",
+                    "{r}.sum()",
+                    "{r}.sum() / 7",
+                    "",
+                    f"({{r}} * {u}).sum()",
+                    f"({{r}} * {m}).sum() / {m}.sum()",
+                    f"torch.where({m}, {{r}}, 0.0).sum() / {m}.sum().clamp(min=1)",
+                    f"{{r}}.masked_fill(~{m}, 0.0).mean()",
+                    f"torch.min({q} * {u}, {q}.clamp(0.9, 1.1) * {u}).mean()",
+                    "({r} * (-{r}).exp().detach()).mean()",
+                    "{r}.square().mean()",
+                    "1e-2 * {r}.square().sum()",
+                    "{r}.var()",
+                    "{r}.max()",
+                    "{r}.logsumexp(0).sum()",
+                    "{r}[::2].sum()",
+                    "{r}.mean() * s",
+                    f"(({{r}} - {u}).abs() * {m}).sum()",
+                ]
             )
             if z.dims == 1:
                 reduction = reduction.replace("[::2]", "").replace(".var()", ".sum()")
@@ -418,8 +494,19 @@ def programs(draw) -> Program:
     names = [w.term(i, z) for i in range(w.number(1, 3))]
     if w.chance(10):
         extra = w.pick(
-            ["z", f"z.topk(2, {z.classes})[0].sum()", f"z.softmax({z.classes})", "z.sum(0).square()", "z.square().mean()"]
-            + ["z.cumsum(0).mean()", "z.mean()", "z.std()", "z.shape[0] * s", "z.detach()", f"z.log_softmax({z.classes})"]
+            [
+                "z",
+                f"z.topk(2, {z.classes})[0].sum()",
+                f"z.softmax({z.classes})",
+                "z.sum(0).square()",
+                "z.square().mean()",
+                "z.cumsum(0).mean()",
+                "z.mean()",
+                "z.std()",
+                "z.shape[0] * s",
+                "z.detach()",
+                f"z.log_softmax({z.classes})",
+            ]
         )
         w.lines.append(f"l9 = {extra}")
         names.append("l9")
@@ -434,7 +521,9 @@ def programs(draw) -> Program:
 def holds_logits(graph: torch.fx.Graph, size: int) -> list[torch.fx.Node]:
     """The nodes of floating tensors of at least size elements."""
     examples = {node: node.meta.get("example_value") for node in graph.nodes}
-    return [n for n, x in examples.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() >= size]
+    return [
+        n for n, x in examples.items() if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() >= size
+    ]
 
 
 def run(program: Program) -> str:
@@ -452,7 +541,6 @@ def run(program: Program) -> str:
         before = str(graph)
         original(graph)
         graphs.append((before, graph))
-        return None
 
     original = match.rewrite
     with fresh(), mock.patch.object(match, "rewrite", rewrite):
@@ -461,13 +549,12 @@ def run(program: Program) -> str:
     assert_same(actual, expected, 1e-10)
     assert all(reason is None or isinstance(reason, Reason) for reason in actual.reasons)
     fired = [site for site in actual.sites if site.reason is None]
-    assert len(texts) == 1
-    ((before, after),) = texts
+    before, after = texts[-1]  # AOTAutograd compiles again where its first try turns out to be of the wrong kind
     assert bool(fired) == ("row_stats" in after), f"the report is not what the graph is: {actual.sites}\n{after}"
     assert fired or before == after, f"changed, though nothing is rewritten:\n{before}\n{after}"
     B, T, _, V = program.sizes
     if fired and len(fired) == len(actual.sites) and not program.dynamic:
-        made = holds_logits(graphs[0][1], B * T * (V - 4))
+        made = holds_logits(graphs[-1][1], B * T * (V - 4))
         assert not made, f"logits are still there: {made}"
     return "rewritten" if fired else "left alone" if actual.sites else "no loss found"
 
