@@ -397,11 +397,10 @@ class _Writer:
                 gathered.format(f"{logp}.exp()"),
                 f"{gathered.format(logp)}.exp()",
             ],
-            "sum": [f"{logp}.sum({c})", f"{logp}.mean({c})"],
+            "sum": [f"{logp}.sum({c})", f"{logp}.sum({c}) / {z.V}"],
             "max": [
                 f"{name}.detach().amax({c})",
                 f"{name}.detach().max({c}).values",
-                f"{name}.amax({c})",
                 f"{name}.detach().softmax({c}).amax({c})",
             ],
         }
@@ -501,12 +500,14 @@ def programs(draw) -> Program:
                 f"z.softmax({z.classes})",
                 "z.sum(0).square()",
                 "z.square().mean()",
+                f"z.amax({z.classes})",
                 "z.cumsum(0).mean()",
                 "z.mean()",
                 "z.std()",
                 "z.shape[0] * s",
                 "z.detach()",
                 f"z.log_softmax({z.classes})",
+                f"z.log_softmax({z.classes}).mean({z.classes})",
             ]
         )
         w.lines.append(f"l9 = {extra}")
