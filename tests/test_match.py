@@ -538,6 +538,17 @@ def test_cut_of_a_dynamic_vocabulary_is_left_alone():
     check(fn, h, w, b, t, reasons=Reason.LINK, dynamic=True)
 
 
+@pytest.mark.parametrize("shifts", [1, 2])
+def test_cut_of_a_vocabulary_that_became_a_number_after_the_head(shifts):
+    """The head's example still says a symbol, which by then stands for 11; the logits behind it say 11."""
+
+    def fn(h, w, b, t):
+        z = linear(h, w, b if shifts == 2 else None) + b[:11]
+        return CE(z[..., :9].flatten(0, 1), t.view(-1).clamp(max=8))
+
+    check(fn, *data(), dynamic=True)
+
+
 @pytest.mark.parametrize("size_of", ["z", "y"])
 def test_dynamic_size_as_one_object_is_left_alone(size_of):
     def fn(h, w, b, t):

@@ -351,10 +351,12 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
         if dims != 2:
             h = h.unsqueeze(0) if dims == 1 else h.flatten(0, -2)
         weight = weight.t() if head.transposed else weight
-        if isinstance(V, int) and place.V < V:
+        # not by type: a size that became a number after the head was traced is one only in what follows the head
+        cut = not same([place.V], [V])
+        if cut:
             weight, bias = weight[: place.V], None if bias is None else bias[: place.V]
         if shift is not None:
-            shift = shift.flatten()[: place.V] if isinstance(V, int) else shift.flatten()
+            shift = shift.flatten()[: place.V] if cut else shift.flatten()
             shift = shift if place.shift_scale == 1 else shift * place.shift_scale
             bias = shift if bias is None else bias + shift
         for factor, (_, divides) in zip(factors, place.factors, strict=True):
