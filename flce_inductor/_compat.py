@@ -14,6 +14,7 @@ from torch.utils._config_module import _UNSET_SENTINEL, SubConfigProxy, _Config,
 __all__ = [
     "CustomGraphPass",
     "chain_passes",
+    "donation",
     "inductor_patches",
     "install_config",
     "is_whole",
@@ -127,6 +128,15 @@ def is_whole(graph: torch.fx.Graph) -> bool:
     # Dynamo says of what it captured why it ended there; DDP's optimizer says so of its pieces, in its own name
     reason = getattr(graph.owning_module, "compile_subgraph_reason", None)
     return reason is not None and not any(frame.name == "DDPOptimizer" for frame in reason.user_stack)
+
+
+def donation() -> tuple[Any, ...]:
+    """What the code of a backward depends on that Inductor's graph cache leaves out of its keys: the saved tensors that
+    it may overwrite. Without it, a backward for retain_graph=True could be one from the cache that scales in place.
+    """
+    context = torch._guards.TracingContext.try_get()
+    indices = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    return torch._functorch.config.donated_buffer, tuple(indices or ())
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

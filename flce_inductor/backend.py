@@ -44,10 +44,10 @@ class _PreGradPass(_compat.CustomGraphPass):
             _warn_displaced(_JOINT, "the backward computes the logits a second time (8 NVH instead of 6)")
         rewrite(graph)
 
-    def uuid(self) -> str:
+    def uuid(self) -> Any:
         from .kernels import source_digest
 
-        return source_digest()
+        return source_digest(), _compat.donation()
 
 
 class _JointPass(_compat.CustomGraphPass):
@@ -65,10 +65,10 @@ class _JointPass(_compat.CustomGraphPass):
         hoist(graph)
         lowering.tune(graph)
 
-    def uuid(self) -> str:
+    def uuid(self) -> Any:
         from .kernels import source_digest
 
-        return source_digest()
+        return source_digest(), _compat.donation()
 
 
 _PRE_GRAD, _JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"

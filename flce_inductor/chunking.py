@@ -126,7 +126,7 @@ def candidates(
     default = default_rows(V, dtype, facts, max_slab_bytes)
     cap = max_slab_bytes if max_slab_bytes is not None else facts.memory // SLAB_FRACTION
     sizes = [*(default >> i for i in (3, 2, 1)), default, 2 * default, 4 * default]
-    return [c for c in sizes if 1 <= c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)]
+    return [c for c in sizes if 1 <= c < 2 * N and (c <= default or c * V * dtype.itemsize <= cap)] or [default]
 
 
 def _bound(V: int | torch.SymInt) -> int:

@@ -222,7 +222,10 @@ class Site:
             lines.append(f"    because {self.reason.text}" + (f" ({self.detail})" if self.detail else ""))
             lines.append(f"    to change that: {self.reason.advice}")
             return "\n".join(lines)
-        size = "N x V" if self.logits_bytes is None else f"{self.logits_bytes / 2**20:.0f} MiB"
+        size = "N x V"
+        if self.logits_bytes is not None:
+            mib = self.logits_bytes / 2**20
+            size = f"{mib:.0f} MiB" if mib >= 1 else f"{self.logits_bytes} bytes"
         lines.append(f"    N={self.N} H={self.H} V={self.V} {self.dtype}, {self.chunk_size} rows a chunk")
         lines.append(f"    {size} of logits never exist")
         if self.returns_nan:

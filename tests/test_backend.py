@@ -226,7 +226,7 @@ def test_explain_says_why_not():
 def test_uuid_changes_with_sources(monkeypatch, tmp_path):
     from flce_inductor import kernels
 
-    before = backend._PASSES["joint_custom_pre_pass"].uuid()
+    before, donation = backend._PASSES["joint_custom_pre_pass"].uuid()
     assert before == kernels.source_digest.__wrapped__()
     for template in kernels._template_dir().glob("*.jinja"):
         shutil.copy(template, tmp_path)
@@ -234,6 +234,8 @@ def test_uuid_changes_with_sources(monkeypatch, tmp_path):
     assert kernels.source_digest.__wrapped__() == before
     (tmp_path / "accumulate.py.jinja").write_text("changed")
     assert kernels.source_digest.__wrapped__() != before
+    with torch._functorch.config.patch(donated_buffer=not donation[0]):  # torch leaves it out of its keys
+        assert backend._PASSES["joint_custom_pre_pass"].uuid()[1] != donation
 
 
 def test_nothing_to_rewrite_generates_stock_code():

@@ -60,6 +60,7 @@ def test_max_slab_bytes_caps():
         (1000, 32000, None, [256, 512, 1024]),  # one chunk is enough
         (8192, 128256, 64 << 20, [32, 64, 128, 256]),
         (8192, 128256, 1 << 19, [1, 2]),
+        (64, 262144, None, [2048]),  # there is nothing to choose from
     ],
 )
 def test_candidates(N, V, max_slab_bytes, sizes):

@@ -166,6 +166,20 @@ def test_cpp_wrapper():
     assert counters["inductor"]["flce_hoisted"] == 1
 
 
+def test_a_cached_backward_that_overwrites_is_not_one_for_retain_graph():
+    """The compiled code of a backward that may scale in place is in the cache when one is asked for that may not."""
+    args = problem()
+    want = reference(mean, args)
+    with fresh_cache():
+        with fresh(chunk_size=16):
+            assert_right(step(torch.compile(mean, backend="flce_inductor"), args), want, 2e-6)
+        with fresh(chunk_size=16), torch._functorch.config.patch(donated_buffer=False):
+            loss = torch.compile(mean, backend="flce_inductor")(*args)
+            for factor in (3.0, 0.5):
+                got = torch.autograd.grad(loss, args[:3], torch.tensor(factor), retain_graph=True)
+                assert_right(got, [x * factor * 2 for x in want[1:]], 2e-6)  # reference's incoming gradient is 0.5
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
