@@ -604,7 +604,7 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m flce_inductor.demo", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--steps", type=positive, default=20, help="training steps of each run (at least 2; default 20)"
+        "--steps", type=positive, default=10, help="training steps of each run (at least 2; default 10)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where available")
     parser.add_argument(
