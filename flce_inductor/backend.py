@@ -32,7 +32,16 @@ def _present(key: str, kind: type) -> bool:
     return any(isinstance(p, kind) for p in _compat.iter_passes(getattr(inductor_config, key)))
 
 
-class _PreGradPass(_compat.CustomGraphPass):
+class _Pass(_compat.CustomGraphPass):
+    """A pass of ours, known to Inductor's caches by the package's sources."""
+
+    def uuid(self) -> Any:
+        from .kernels import source_digest
+
+        return source_digest(), _compat.donation()
+
+
+class _PreGradPass(_Pass):
     """Finds heads with their losses and emits row_stats."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -44,13 +53,8 @@ class _PreGradPass(_compat.CustomGraphPass):
             _warn_displaced(_JOINT, "the backward computes the logits a second time (8 NVH instead of 6)")
         rewrite(graph)
 
-    def uuid(self) -> Any:
-        from .kernels import source_digest
 
-        return source_digest(), _compat.donation()
-
-
-class _JointPass(_compat.CustomGraphPass):
+class _JointPass(_Pass):
     """Turns row_stats and its backward into one row_stats_with_grads where that is legal."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -64,11 +68,6 @@ class _JointPass(_compat.CustomGraphPass):
             _warn_displaced(_PRE_GRAD, "nothing is rewritten")
         hoist(graph)
         lowering.tune(graph)
-
-    def uuid(self) -> Any:
-        from .kernels import source_digest
-
-        return source_digest(), _compat.donation()
 
 
 _PRE_GRAD, _JOINT = "pre_grad_custom_pass", "joint_custom_pre_pass"

@@ -73,7 +73,7 @@ def _card(device: torch.device) -> Card:
 
 
 def _measured(device: torch.device, size: int = 4096) -> tuple[float, float, float]:
-    """(flops16, flops32, bandwidth) of a card, in about a tenth of a second and 0.2 GB."""
+    """(flops16, flops32, bandwidth) of a card."""
 
     def seconds(work) -> float:
         times = []

@@ -272,6 +272,11 @@ def record(site: Site) -> None:
         sites[:] = [s for s in sites if s.attempt[0] != compilation or s.attempt[1] >= attempt] + [site]
 
 
+def _rewritten_at(place: str) -> list[Site]:
+    """The collected sites at a file:line that were rewritten."""
+    return [site for sites in _collectors for site in sites if site.where == place and site.reason is None]
+
+
 def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:
     """A decision of hoist.py about the row_stats node: reason None means that it was hoisted."""
     if reason is Reason.NO_BACKWARD:
@@ -282,20 +287,16 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
         log.info("%s: gradients are computed in the forward", place)
     else:
         log.info("%s: not in one pass: %s%s", place, reason.text, f" ({detail})" if detail else "")
-    for sites in _collectors:
-        for site in sites:
-            if site.where == place and site.reason is None:
-                site.one_pass, site.pass_reason = reason is None, reason
+    for site in _rewritten_at(place):
+        site.one_pass, site.pass_reason = reason is None, reason
 
 
 def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -> None:
     """What lowering.py chose for a hoisted node, and the time of each way it tried."""
     place, table = where(node), ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in sorted(seconds.items()))
     log.info("%s: tuned: %s, of %s", place, chosen, table)
-    for sites in _collectors:
-        for site in sites:
-            if site.where == place and site.reason is None:
-                site.tuned = f"{chosen}, of {table}"
+    for site in _rewritten_at(place):
+        site.tuned = f"{chosen}, of {table}"
 
 
 class Report(list[Site]):

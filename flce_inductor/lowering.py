@@ -285,7 +285,7 @@ class _Benchmark:
         p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
         if candidate.plan.vocabulary_major:
             statistics = self.seconds(candidate, rows, p.V, needs=runtime.NO_GRADIENTS) * p.N / rows
-            columns = min(p.V, max(64, rows * p.V // p.N // 64 * 64))
+            columns = min(p.V, runtime.block_columns(p.N, p.V, rows))
             parts = [self.seconds(candidate, p.N, min(n * columns, p.V), saved=True) for n in (1, 2)]
             return statistics + parts[0] + (p.V / columns - 1) * max(0.0, parts[1] - parts[0])
         parts = [self.seconds(candidate, min(n * rows, p.N), p.V) for n in (1, 2)]

@@ -55,7 +55,7 @@ _LIBRARY = torch.library.Library("flce_inductor", "DEF")
 
 
 def _op(name: str, schema: str):
-    """Define an op; torch.library.custom_op would do more at each call, half a millisecond in all."""
+    """Define an op at the dispatcher: torch.library.custom_op would do more at each call."""
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
 
     def implement(function):

@@ -373,7 +373,7 @@ def _padded(columns: Any) -> Any:
     return -(-columns // _PAD) * _PAD
 
 
-def _columns(N: Any, V: Any, rows: Any) -> Any:
+def block_columns(N: Any, V: Any, rows: Any) -> Any:
     """Columns of a block in the vocabulary-major order: its slab is as large as the one of a chunk of rows."""
     return max(_PAD, rows * V // max(1, N) // _PAD * _PAD)
 
@@ -381,7 +381,7 @@ def _columns(N: Any, V: Any, rows: Any) -> Any:
 def slab_size(N: int, V: int, chunk_size: int, vocabulary_major: bool) -> int:
     """Elements of the slab."""
     rows = min(chunk_size, N)
-    return N * _padded(min(_columns(N, V, rows), V)) if vocabulary_major else rows * _padded(V)
+    return N * _padded(min(block_columns(N, V, rows), V)) if vocabulary_major else rows * _padded(V)
 
 
 def run(
@@ -552,7 +552,7 @@ class _Head:
 
     def vocabulary_major(self, stats: Statistics, g: Cotangents, needs: Needs) -> Gradients:
         N, V = self.N, self.V
-        blocks = self.blocks(min(_columns(N, V, self.rows), V))
+        blocks = self.blocks(min(block_columns(N, V, self.rows), V))
         wide = self.path(self.stats)
         wide = "upcast" if wide == "fallback" else wide
         dh = self.dh(needs.dh, self.stats)
