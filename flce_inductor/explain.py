@@ -256,6 +256,8 @@ def collect() -> Iterator[list[Site]]:
 
 def record_graph(graph: torch.fx.Graph, losses: int) -> None:
     """What the log says, in detail, about a graph."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
     frames = (frame for node in graph.nodes for frame in _stack(node)[:1])
     for file, line, function in itertools.islice(frames, 1):
         ended = f", which ends at {_ended(graph)}" if _ended(graph) else ""

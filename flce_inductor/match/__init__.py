@@ -7,6 +7,7 @@ statistics, graph.py how to read and write the graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 
 import torch
@@ -23,7 +24,6 @@ from .graph import (
     Changes,
     Refused,
     backward_of,
-    forward_mode,
     insert,
     name,
     same,
@@ -193,7 +193,7 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
         raise Refused(Reason.UNKNOWN_SHAPE, "only the data decides V")
     if len({value(n).device for n in [*inputs, *others]}) > 1:
         raise Refused(Reason.LINK, "tensors on several devices")
-    if forward_mode(head.node.graph):
+    if changes.forward_mode:
         raise Refused(Reason.SUBCLASS, "forward-mode differentiation")
     first = head.seen[-1] if head.seen else head.node
     requires_grad = any(value(n).requires_grad for n in inputs)
@@ -224,7 +224,7 @@ def _check_grad_mode(head: Head, group: _Group, changes: Changes) -> None:
     nodes = [*head.seen, head.node, *(n for r in graded for n in (*r.place.links, *r.inner, r.node))]
     if not changes.same_grad_mode(nodes):
         raise Refused(Reason.GRAD_MODE)
-    for at in (group.at, *switches_before(group.at)):
+    for at in itertools.chain([group.at], switches_before(group.at)):
         if changes.position[at] < changes.position[head.node]:
             break
         if not changes.same_grad_mode([head.node, at]):

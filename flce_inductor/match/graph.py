@@ -169,11 +169,6 @@ def same(a: Any, b: Any, guard: bool = False) -> bool:
     return len(a) == len(b) and all(known(x == y) for x, y in zip(a, b, strict=True))
 
 
-def forward_mode(graph: torch.fx.Graph) -> bool:
-    """Whether forward-mode differentiation takes place in a graph."""
-    return any(getattr(node.target, "__name__", "") == "_make_dual" for node in graph.nodes)
-
-
 def switches_before(node: Node) -> Iterator[Node]:
     """The nodes before node that switch gradients on or off, the nearest first."""
     while (node := node.prev).op != "root":
@@ -205,6 +200,7 @@ class Changes:
         self._start = grad, inference = torch.is_grad_enabled(), 0
         mode = grad, inference, 0
         known: Counter[tuple[int, int]] = Counter()
+        self.forward_mode = False  # whether forward-mode differentiation takes place
         harmless: dict[Any, bool] = {}
         for position, node in enumerate(graph.nodes):
             self.position[node] = position
@@ -221,6 +217,7 @@ class Changes:
             kind = node.op, node.target
             if kind not in harmless:
                 harmless[kind] = _never_mutates(node)
+                self.forward_mode |= getattr(node.target, "__name__", "") == "_make_dual"
             if harmless[kind] and "out" not in node.kwargs:
                 continue
             for memory, version in [x for changed in mutated(node) for x in _memories(changed)]:
