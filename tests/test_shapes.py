@@ -1,5 +1,6 @@
 """Sequences and batches of changing sizes: few compilations, right values, and memory that is the slab's."""
 
+import itertools
 import re
 
 import pytest
@@ -172,3 +173,42 @@ def test_generated_code():
     dynamic = [shape for shape in buffers if re.search(r"\bs\d+", shape)]
     assert dynamic and f"{V}, {WIDTH}" in buffers
     assert not [shape for shape in dynamic if str(V) in shape]
+
+
+def peak_of(work) -> int:
+    """Bytes that the allocator had given out at most, above those before."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_gradient_accumulation():
+    """Micro-batches add nothing to the peak: it is one [V, H] that is accumulated into, the one that a backward yields,
+    and the slab.
+    """
+    rows, width, classes = 32, 64, 4096
+    head = torch.nn.Parameter(torch.randn(classes, width))
+    batches = [(torch.randn(1, rows, width), torch.randint(classes, (1, rows))) for _ in range(8)]
+    inner = torch.eye(width)
+
+    def peak(step, count):
+        def accumulate():
+            for x, labels in batches[:count]:
+                (step(x, labels, inner, head) / len(batches)).backward()
+
+        head.grad = None
+        return peak_of(accumulate)
+
+    dweight, slab, vectors = head.nbytes, 4 * classes * 4, 2 * rows * width * 4
+    assert peak(mean, 8) >= 2 * dweight + rows * classes * 4  # this measure sees the logits
+    with fresh(chunk_size=4):
+        compiled = torch.compile(mean, backend=INDUCTOR, fullgraph=True)
+        peak(compiled, 1)  # compiles
+        assert peak(compiled, 1) <= dweight + slab + vectors
+        assert peak(compiled, 2) <= 2 * dweight + slab + vectors
+        assert peak(compiled, 8) <= 2 * dweight + slab + vectors
+    wide = head.detach().double().requires_grad_()
+    for x, labels in batches:
+        (mean(x.double(), labels, inner.double(), wide) / len(batches)).backward()
+    torch.testing.assert_close(head.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)
