@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 
-def _resident(key: str) -> int:
+def resident(key: str) -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
 
@@ -50,7 +50,7 @@ def worker(provider: str, N: int, H: int, V: int, repeats: int) -> dict:
     h.grad = weight.grad = None
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     step()
     gradients = (N * H + V * H) * 4
     return {
@@ -63,7 +63,7 @@ def worker(provider: str, N: int, H: int, V: int, repeats: int) -> dict:
         "dweight_norm": float(weight.grad.norm()),
         "seconds": round(statistics.median(times), 3),
         "seconds_min": round(min(times), 3),
-        "peak_plus_mib": round((_resident("VmHWM") - before - gradients) / 2**20, 1),
+        "peak_plus_mib": round((resident("VmHWM") - before - gradients) / 2**20, 1),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "date": datetime.date.today().isoformat(),

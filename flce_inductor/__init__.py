@@ -5,14 +5,24 @@ import flce_inductor                                                 # or stock 
 step = torch.compile(train_step, options={"flce_inductor.enable": True})
 """
 
-from . import backend, config
+from typing import TYPE_CHECKING, Any
 
-config.install()
-backend.install()
+from . import backend, ops  # noqa: F401  ops registers the operators, for graphs that were saved with them
+from .backend import with_passes
+from .explain import Reason, explain
 
-from .backend import with_passes  # noqa: E402
-from .explain import Reason, explain  # noqa: E402
-from .functional import cross_entropy, linear_cross_entropy  # noqa: E402
+if TYPE_CHECKING:
+    from .functional import cross_entropy, linear_cross_entropy
 
 __all__ = ["Reason", "cross_entropy", "explain", "linear_cross_entropy", "with_passes"]
 __version__ = "0.1.0"
+
+backend.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("cross_entropy", "linear_cross_entropy"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import functional  # imports Dynamo, which takes seconds
+
+    return globals().setdefault(name, getattr(functional, name))

@@ -7,20 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._config_module import _UNSET_SENTINEL, SubConfigProxy, _Config, _ConfigEntry
 
-__all__ = [
-    "CustomGraphPass",
-    "chain_passes",
-    "donation",
-    "inductor_patches",
-    "install_config",
-    "is_whole",
-    "iter_passes",
-    "size_hint",
-]
+TESTED = ("2.11", "2.15")  # the oldest and the newest torch that the tests ran on
+
+
+def is_tested() -> bool:
+    """Whether this torch is no newer than those that the tests ran on."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) <= tuple(map(int, TESTED[1].split(".")))
+
+
+def constant(function: Callable) -> Callable:
+    """torch.compiler.assume_constant_result, which imports Dynamo: seconds."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+# ---------------------------------------------------------------- Inductor's configuration
 
 
 class _CheckedVar:
@@ -33,28 +35,30 @@ class _CheckedVar:
         return getattr(self._var, name)
 
     def set(self, value: object) -> Any:
-        if value is not _UNSET_SENTINEL:
-            self._check(value)
+        self._check(value)
         return self._var.set(value)
 
 
-class _CheckedEntry(_ConfigEntry):
+def _checked_entry(default: object, value_type: Any, name: str, check: Callable[[object], None]) -> Any:
     """A key of torch._inductor.config that refuses a wrong value at the moment it is set or patched."""
+    from torch.utils._config_module import _UNSET_SENTINEL, _Config, _ConfigEntry
 
-    def __init__(self, default: object, value_type: Any, name: str, check: Callable[[object], None]):
-        config = _Config(default=default, value_type=value_type)
-        if "name" in inspect.signature(_ConfigEntry.__init__).parameters:  # 2.13 and later
-            super().__init__(config, name)
-            self.user_override = _CheckedVar(self.user_override, check)
-        else:
-            super().__init__(config)
-            self._check = check
+    def check_value(value: object) -> None:
+        if value is not _UNSET_SENTINEL:
+            check(value)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        # torch 2.11 stores the value itself in the entry
-        if name == "user_override" and "_check" in self.__dict__ and value is not _UNSET_SENTINEL:
-            self._check(value)
-        super().__setattr__(name, value)
+    class CheckedEntry(_ConfigEntry):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "user_override":
+                check_value(value)
+            super().__setattr__(name, value)
+
+    config = _Config(default=default, value_type=value_type)
+    if "name" not in inspect.signature(_ConfigEntry.__init__).parameters:  # torch 2.11 stores the value in the entry
+        return CheckedEntry(config)
+    entry = _ConfigEntry(config, name)
+    entry.user_override = _CheckedVar(entry.user_override, check_value)
+    return entry
 
 
 def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[object], None]]]) -> None:
@@ -63,11 +67,13 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
     entries: name -> (type, default, check), where check raises ValueError for a value that is not allowed.
     Grafted keys behave as Inductor's own: attribute access, patch, torch.compile(options=), cache keys.
     """
-    for key, (value_type, default, check) in entries.items():
-        name = f"{prefix}.{key}"
-        if name not in inductor_config._config:
-            inductor_config._config[name] = _CheckedEntry(default, value_type, name, check)
-    inductor_config.__dict__.setdefault(prefix, SubConfigProxy(inductor_config, f"{prefix}."))
+    import torch._inductor.config as inductor_config
+    from torch.utils._config_module import SubConfigProxy
+
+    grafted = {f"{prefix}.{key}": _checked_entry(d, t, f"{prefix}.{key}", c) for key, (t, d, c) in entries.items()}
+    proxy = SubConfigProxy(inductor_config, f"{prefix}.")
+    inductor_config._config.update(grafted)
+    inductor_config.__dict__[prefix] = proxy
     if hasattr(inductor_config, "_hash_dirty_var"):  # 2.13 and later
         inductor_config._hash_dirty_var.set(True)
         inductor_config._get_dict_dirty_keys_var.set(None)
@@ -75,10 +81,26 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
         inductor_config._is_dirty = True
 
 
-class _Chain(CustomGraphPass):
+def install_pass(key: str, ours: Any) -> None:
+    """Put ours behind the passes in torch._inductor.config's *_custom_pass key: in all threads, those too that have
+    passes of their own already, which from torch 2.13 on only the present thread may have.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if missing := [name for name in dir(CustomGraphPass) if not name.startswith("_") and not hasattr(ours, name)]:
+        raise NotImplementedError(f"CustomGraphPass has {', '.join(missing)}, which our passes have not")
+    for kind in (type(ours), _Chain):
+        CustomGraphPass.register(kind)  # and not a subclass: that would import Inductor, which takes seconds
+    entry = inductor_config._config[key]
+    entry.default = chain_passes(entry.default, ours)
+    setattr(inductor_config, key, chain_passes(getattr(inductor_config, key), ours))
+
+
+class _Chain:
     """Two custom passes one after the other, for torch 2.11, whose hooks take a single pass."""
 
-    def __init__(self, first: Callable[[torch.fx.Graph], None], second: CustomGraphPass):
+    def __init__(self, first: Callable[[torch.fx.Graph], None], second: Any):
         self.passes = (first, second)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -86,6 +108,8 @@ class _Chain(CustomGraphPass):
             custom_pass(graph)
 
     def uuid(self) -> Any:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
         # a pass without an identifier of its own keeps the graph out of the cache, as it does alone
         ids = tuple(p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes)
         return None if None in ids else ids
@@ -102,7 +126,7 @@ def iter_passes(current: Any) -> tuple[Any, ...]:
     return (current,)
 
 
-def chain_passes(current: Any, ours: CustomGraphPass) -> Any:
+def chain_passes(current: Any, ours: Any) -> Any:
     """The value for a *_custom_pass key that runs what is there, then ours (once)."""
     theirs = [p for p in iter_passes(current) if type(p) is not type(ours)]
     if not theirs:

@@ -1,7 +1,8 @@
 """Where the rewrite enters torch.compile: the backend "flce_inductor", and two Inductor passes for its flag.
 
-The passes are part of Inductor's configuration from the moment the package is imported and do nothing while
-torch._inductor.config.flce_inductor.enable is False; the backend sets the flag for the graphs that it compiles.
+The passes are part of Inductor's configuration from the moment that both it and the package are imported, and do
+nothing while torch._inductor.config.flce_inductor.enable is False; the backend sets the flag for the graphs that it
+compiles. Importing Inductor takes seconds, so the package doesn't.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 
 from . import _compat, config
+from .after_import import after_import
 
 
 @functools.cache
@@ -29,11 +30,14 @@ def _warn_displaced(key: str, consequence: str) -> None:
 
 
 def _present(key: str, kind: type) -> bool:
-    return any(isinstance(p, kind) for p in _compat.iter_passes(getattr(inductor_config, key)))
+    return any(isinstance(p, kind) for p in _compat.iter_passes(getattr(torch._inductor.config, key)))
 
 
-class _Pass(_compat.CustomGraphPass):
+class _Pass:
     """A pass of ours, known to Inductor's caches by the package's sources."""
+
+    def __deepcopy__(self, memo: dict) -> _Pass:
+        return self  # Inductor copies what is a key's default
 
     def uuid(self) -> Any:
         from .kernels import source_digest
@@ -45,7 +49,7 @@ class _PreGradPass(_Pass):
     """Finds heads with their losses and emits row_stats."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if not config.current().enable:
+        if not config.current().enable or not _ready():
             return
         from .match import rewrite
 
@@ -58,12 +62,11 @@ class _JointPass(_Pass):
     """Turns row_stats and its backward into one row_stats_with_grads where that is legal."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        if not config.current().enable:
+        if not config.current().enable or not _ready():
             return
         from . import lowering
         from .hoist import hoist
 
-        lowering.register()
         if not _present(_PRE_GRAD, _PreGradPass):
             _warn_displaced(_PRE_GRAD, "nothing is rewritten")
         hoist(graph)
@@ -81,17 +84,66 @@ def with_passes(key: str, current: Any) -> Any:
     return _compat.chain_passes(current, _PASSES[key])
 
 
+_usable = True  # False: this torch lacks something that we need
+
+
 def install() -> None:
-    """Add our passes to Inductor's configuration, after those that are there; done once, at import."""
-    for key in _PASSES:
-        setattr(inductor_config, key, with_passes(key, getattr(inductor_config, key)))
+    """Add the keys, and our passes after those that are there, to Inductor's configuration once it is imported."""
+    after_import("torch._inductor.config", _attach)
+
+
+def _attach() -> None:
+    try:
+        for key, ours in _PASSES.items():
+            _compat.install_pass(key, ours)
+        config.install()
+    except Exception as error:
+        _step_aside(error)
+    else:
+        if not _compat.is_tested():
+            warnings.warn(
+                f"flce_inductor: not tested with torch {torch.__version__}; tested {' to '.join(_compat.TESTED)}. It "
+                "does here what it does there, but may fail where Inductor has changed: compare a loss with it and "
+                "without it, and if something is wrong, use one of those versions or a newer flce_inductor.",
+                stacklevel=2,
+            )
+
+
+def _step_aside(error: Exception) -> None:
+    global _usable
+    _usable = False
+    warnings.warn(
+        f"flce_inductor: nothing is rewritten, and Inductor works as without flce_inductor, because torch "
+        f"{torch.__version__} lacks something that it needs ({type(error).__name__}: {error}). Use torch "
+        f"{' to '.join(_compat.TESTED)}, with which it is tested, or a newer flce_inductor.",
+        stacklevel=2,
+    )
+
+
+def _ready() -> bool:
+    """Whether the rewrite can be done with this torch; False after a warning."""
+    if _usable:
+        try:
+            from . import hoist, lowering, match  # noqa: F401  what they need of Inductor shows here
+
+            lowering.register()
+        except Exception as error:
+            _step_aside(error)
+    return _usable
+
+
+def _enabled(patches: dict[str, Any]) -> dict[str, Any]:
+    return {**patches, f"{config.PREFIX}.enable": True} if _ready() else patches
 
 
 def _patches(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    if not _ready():
+        theirs = {key: value for key, value in (options or {}).items() if not key.startswith(f"{config.PREFIX}.")}
+        return {**torch._inductor.list_mode_options(mode or "default", dynamic), **theirs}
     patches = _compat.inductor_patches(mode, options, dynamic)
     for key in _PASSES:
-        patches[key] = with_passes(key, patches.get(key, getattr(inductor_config, key)))
-    return {**patches, f"{config.PREFIX}.enable": True}
+        patches[key] = with_passes(key, patches.get(key, getattr(torch._inductor.config, key)))
+    return _enabled(patches)
 
 
 def flce_inductor(gm, example_inputs, *, mode=None, options=None, dynamic=None, **_):
@@ -131,7 +183,7 @@ def tracing() -> Iterator[set[Any]]:
         if config_patches is None:  # called by itself
             return original(gm, example_inputs, _run_eagerly, **rest)
         graphs.add(torch._guards.CompileContext.current_compile_id())
-        patches = {**config_patches, f"{config.PREFIX}.enable": True, "force_disable_caches": True}
+        patches = {**_enabled(config_patches), "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 
     module.compile_fx = traced

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Optional
-
-import torch
-import torch._inductor.config as inductor_config
 
 from . import _compat
 
@@ -79,15 +77,16 @@ class Settings:
     unused_logits: str = "keep"
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant
 def current() -> Settings:
     """The values in force in this thread (from torch 2.13 on Inductor's keys are per thread)."""
-    keys = getattr(inductor_config, PREFIX)
+    # where Inductor was never imported, or has no such keys (backend.py), nobody has set one
+    keys = getattr(sys.modules.get("torch._inductor.config"), PREFIX, Settings())
     return Settings(**{field.name: getattr(keys, field.name) for field in dataclasses.fields(Settings)})
 
 
 def install() -> None:
-    """Graft the keys; done once, when the package is imported."""
+    """Graft the keys; done once, when both the package and torch._inductor.config are imported."""
     defaults = Settings()
     # typing.Optional and not `int | None`: torch.compile(options=) reads the type's __args__ on every version
     optional_int = Optional[int]  # noqa: UP045

@@ -20,7 +20,6 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import torch
 from torch import Tensor
 
@@ -319,6 +318,8 @@ def render(key: RowsKey) -> str:
 
 
 def _render(template: str, **switches) -> str:
+    import jinja2  # not for a process that renders nothing
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_template_dir()),
         undefined=jinja2.StrictUndefined,
@@ -644,8 +645,7 @@ def _check(slab, target, statistics, cotangents, *, stats, grad, scale, class_we
     if slab.dim() != 2 or slab.dtype not in _SLAB_DTYPES or slab.shape[1] < 1:
         raise ValueError(f"rows_: slab must be [C, V] of {_SLAB_DTYPES}, got {list(slab.shape)} {slab.dtype}")
     C, V = slab.shape
-    if epilogue.function not in _FUNCTIONS:
-        raise ValueError(f"rows_: epilogue.function must be one of {_FUNCTIONS}, got {epilogue.function!r}")
+    check_function(epilogue.function)
     dtype = _stat_dtype(slab)
     needed = {"nll", "max", "logsum"} if stats else {"max", "logsum"}
     if grad and cotangents.pz is not None:
@@ -667,6 +667,12 @@ def _check(slab, target, statistics, cotangents, *, stats, grad, scale, class_we
         if out is not None:
             _check_tensor("out", out, (C, V), slab.dtype, slab.device)
             _check_unit_stride("out", out)
+
+
+def check_function(name: str) -> None:
+    """Raise ValueError for what is no function of an epilogue."""
+    if name not in _FUNCTIONS:
+        raise ValueError(f"rows_: epilogue.function must be one of {_FUNCTIONS}, got {name!r}")
 
 
 def _check_tensor(name: str, tensor: Tensor | None, shape, dtype, device) -> None:

@@ -6,10 +6,10 @@ whatever the number of chunks: neither compile time nor code size depend on it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -233,10 +233,8 @@ def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, floa
     candidates = problem.candidates(settings)
     key = hashlib.sha256(repr((problem, candidates, _environment(problem.device))).encode()).hexdigest()
     path = os.path.join(cache_dir(), "flce_inductor", f"{key}.json")
-    with contextlib.suppress(OSError, ValueError):
-        with open(path) as file:
-            seconds = json.load(file)
-        return {c: seconds[str(c)] for c in candidates if str(c) in seconds}
+    if kept := _kept_times(path, candidates):
+        return kept
     fitting = [c for c in candidates if problem.bytes(c) < 0.9 * _available(problem.device)] or candidates[:1]
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(_devices(problem.device)):
         benchmark = _Benchmark(problem)
@@ -244,6 +242,17 @@ def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, floa
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_atomic(path, json.dumps({str(c): seconds for c, seconds in times.items()}))
     return times
+
+
+def _kept_times(path: str, candidates: list[Candidate]) -> dict[Candidate, float]:
+    """The times in a file of Inductor's cache; none if it is missing, or isn't one that _times has written."""
+    try:
+        with open(path) as file:
+            seconds = json.load(file)
+        times = {c: seconds[str(c)] for c in candidates if str(c) in seconds}
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+    return times if all(isinstance(s, float) and 0 < s < math.inf for s in times.values()) else {}
 
 
 def _devices(device: torch.device) -> list[torch.device]:

@@ -39,7 +39,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import kernels, runtime
+from . import config, kernels, runtime
 from .explain import record_run
 from .kernels import Cotangents, Epilogue, Statistics
 from .runtime import Buffers, How, Needs, Plan, Want, stat_dtype
@@ -70,8 +70,17 @@ def _fake(name: str):
     return torch.library.register_fake(f"flce_inductor::{name}", lib=_LIBRARY)
 
 
-def _how(ignore_index, chunk_size, accum_dtype, *epilogue) -> How:
-    return How(ignore_index, chunk_size, accum_dtype, Epilogue(*epilogue))
+def _how(ignore_index, chunk_size, accum_dtype, function, *numbers) -> How:
+    """ValueError for strings that the ops don't take: a saved graph may come from anywhere."""
+    config.check_accum_dtype(accum_dtype, "accum_dtype")
+    kernels.check_function(function)
+    return How(ignore_index, chunk_size, accum_dtype, Epilogue(function, *numbers))
+
+
+def _plan(vocabulary_major=False, accumulate="library") -> Plan:
+    if accumulate not in ("library", "triton"):
+        raise ValueError(f"accumulate={accumulate!r}: allowed are 'library' and 'triton'")
+    return Plan(vocabulary_major, accumulate)
 
 
 def _autograd(name: str, backward, setup_context=None) -> None:
@@ -138,7 +147,7 @@ def row_stats_with_grads(
         program=row_program,
         row_inputs=row_inputs,
         needs=Needs(*needs),
-        plan=Plan(*plan),
+        plan=_plan(*plan),
     )
     return (*_filled(h, stats), *grads)
 
@@ -183,7 +192,7 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
         program=program,
         row_inputs=row_inputs,
         needs=needs,
-        plan=Plan(vocabulary_major, accumulate),
+        plan=_plan(vocabulary_major, accumulate),
         into=into,
     )
     own_dweight = grads.dweight if dweight is None else weight.new_empty(0)
@@ -237,18 +246,26 @@ def _fake_grads(h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool
 @_fake("row_stats")
 def _(h, weight, target, bias, class_weight, *how_want):
     runtime.check_shapes(h, weight, target, bias, class_weight)
-    return _fake_stats(h, how_want[-1])
+    *how, want = how_want
+    _how(*how)
+    return _fake_stats(h, want)
 
 
 @_fake("row_stats_backward")
 def _(h, weight, target, bias, *rest):
-    return _fake_grads(h, weight, bias, rest[-1])
+    *how, needs = rest[8:]
+    _how(*how)
+    return _fake_grads(h, weight, bias, needs)
 
 
 @_fake("row_stats_with_grads")
 def _(h, weight, target, bias, class_weight, *rest):
     runtime.check_shapes(h, weight, target, bias, class_weight)
-    want, needs = rest[13:15]
+    program, how, want, needs, plan = rest[5], rest[6:13], rest[13], rest[14], rest[15:]
+    _how(*how)
+    _plan(*plan)
+    if program:
+        runtime.RowProgram.parse(program)
     unscale = h.new_empty((), dtype=stat_dtype(h.dtype))
     return (*_fake_stats(h, want), *_fake_grads(h, weight, bias, needs), unscale)
 

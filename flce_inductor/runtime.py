@@ -327,6 +327,23 @@ _ROW_OPS = """
 """
 ROW_OPS = {name: getattr(torch.ops.aten, name) for name in _ROW_OPS.split()}
 ROW_STATISTICS = Statistics._fields[:5]  # the first registers of a row program
+_ROW_DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+
+def _check_step(op: str, *operands: Any) -> None:
+    """ValueError unless it is a step of a row program."""
+    if op == "to":
+        operands, dtypes = operands[:1], operands[1:]
+        if len(dtypes) != 1 or dtypes[0] not in _ROW_DTYPES:
+            raise ValueError(f"dtypes are {', '.join(_ROW_DTYPES)}, not {dtypes}")
+    elif op not in ROW_OPS:
+        raise ValueError(f"there is no operator {op!r}, only to, {', '.join(ROW_OPS)}")
+    for x in operands:
+        if isinstance(x, list):
+            if len(x) != 2 or x[0] != "r" or type(x[1]) is not int or x[1] < 0:
+                raise ValueError(f"{x} is not a register")
+        elif x is not None and not isinstance(x, (bool, int, float)):
+            raise ValueError(f"{x!r} is not an operand")
 
 
 class RowProgram(NamedTuple):
@@ -336,7 +353,7 @@ class RowProgram(NamedTuple):
     ["r", register], a number, or None for an argument left out; op is one of ROW_OPS, or "to" with a dtype's name.
     cotangents: the registers of g_nll, g_lse, g_zsum and g_pz, None where there is none. As text it is JSON (with
     Python's Infinity and NaN) in single quotes, which Inductor's C++ wrapper can write down; part of a graph's cache
-    key.
+    key. A saved graph may come from anywhere, so parse takes nothing but what text() can have written.
     """
 
     steps: list[list[Any]]
@@ -348,10 +365,17 @@ class RowProgram(NamedTuple):
     @staticmethod
     @functools.cache
     def parse(text: str) -> RowProgram:
-        program = RowProgram(**json.loads(text.replace("'", '"')))
-        for op, *_ in program.steps:
-            if op != "to" and op not in ROW_OPS:
-                raise ValueError(f"flce_inductor: a row program has no {op!r}, only to, {', '.join(ROW_OPS)}")
+        """The program of a text; ValueError for any other text."""
+        try:
+            program = RowProgram(**json.loads(text.replace("'", '"')))
+            for step in program.steps:
+                _check_step(*step)
+            if not all(i is None or (type(i) is int and i >= 0) for i in program.cotangents):
+                raise ValueError(f"cotangents are registers, not {program.cotangents}")
+            if program.text() != text:
+                raise ValueError("it is written in another way")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"flce_inductor: {text[:200]!r} is not a row program: {error}") from None
         return program
 
     def __call__(self, statistics: Sequence[Tensor], row_inputs: Sequence[Tensor]) -> Cotangents:
