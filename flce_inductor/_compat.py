@@ -17,6 +17,7 @@ __all__ = [
     "donation",
     "inductor_patches",
     "install_config",
+    "install_default",
     "is_whole",
     "iter_passes",
     "size_hint",
@@ -68,6 +69,20 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
         if name not in inductor_config._config:
             inductor_config._config[name] = _CheckedEntry(default, value_type, name, check)
     inductor_config.__dict__.setdefault(prefix, SubConfigProxy(inductor_config, f"{prefix}."))
+    _mark_changed()
+
+
+def install_default(key: str, value: object) -> None:
+    """Make value what a key of Inductor's configuration is in every thread that sets no other.
+
+    From torch 2.13 on each thread has its own settings, and starts with the defaults.
+    """
+    inductor_config._config[key].default = value
+    _mark_changed()
+
+
+def _mark_changed() -> None:
+    """Let Inductor read its configuration again for its cache keys."""
     if hasattr(inductor_config, "_hash_dirty_var"):  # 2.13 and later
         inductor_config._hash_dirty_var.set(True)
         inductor_config._get_dict_dirty_keys_var.set(None)

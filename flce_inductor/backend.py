@@ -82,9 +82,12 @@ def with_passes(key: str, current: Any) -> Any:
 
 
 def install() -> None:
-    """Add our passes to Inductor's configuration, after those that are there; done once, at import."""
-    for key in _PASSES:
-        setattr(inductor_config, key, with_passes(key, getattr(inductor_config, key)))
+    """Add our passes to Inductor's configuration in every thread, after those that are there; done once, at import."""
+    for key, ours in _PASSES.items():
+        current = getattr(inductor_config, key)
+        _compat.install_default(key, ours)
+        if current is not None:  # the user's, or ours from an import before
+            setattr(inductor_config, key, with_passes(key, current))
 
 
 def _patches(mode: str | None, options: dict[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
