@@ -85,6 +85,13 @@ def current() -> Settings:
     return Settings(**{field.name: getattr(keys, field.name) for field in dataclasses.fields(Settings)})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Package:
+    """The value of a key that nobody sets. A process that reads a copy of Inductor's configuration, as the worker of
+    fx_compile_mode SUBPROCESS does, imports this package with it, without which it would refuse the other keys.
+    """
+
+
 def install() -> None:
     """Graft the keys; done once, when both the package and torch._inductor.config are imported."""
     defaults = Settings()
@@ -93,6 +100,7 @@ def install() -> None:
     _compat.install_config(
         PREFIX,
         {
+            "_package": (_Package, _Package(), lambda v: None),
             "enable": (bool, defaults.enable, lambda v: _check_bool(v, "enable")),
             "autotune": (Optional[bool], None, lambda v: _check_bool(v, "autotune", optional=True)),  # noqa: UP045
             "tolerance": (float, defaults.tolerance, _check_tolerance),

@@ -253,7 +253,7 @@ def collect() -> Iterator[list[Site]]:
     try:
         yield sites
     finally:
-        _collectors.remove(sites)
+        _collectors[:] = [other for other in _collectors if other is not sites]  # equal ones may be open
 
 
 def record_graph(graph: torch.fx.Graph, losses: int) -> None:

@@ -209,7 +209,9 @@ def linear_cross_entropy(
     needs = [grad and x is not None and x.requires_grad for x in (h, linear_weight, linear_bias)]
     # float16 can't choose its scale before it knows the cotangents, and those of the z-loss depend on the statistics
     small = chunk_size is None and settings.chunk_size is None and chunking.statistics_first(rows, h.dtype, h.device)
-    one_pass = not small and reduction != "none" and any(needs) and not (z_loss and h.dtype == torch.float16)
+    fits = not small and not (z_loss and h.dtype == torch.float16)
+    # torch.export keeps the forward only, whose ops must then have the derivative
+    one_pass = fits and reduction != "none" and any(needs) and not torch.compiler.is_exporting()
     if one_pass:
         result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place)
     else:

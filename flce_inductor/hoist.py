@@ -26,6 +26,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from . import chunking, config, ops  # noqa: F401  ops registers the three operators
 from .explain import Reason, record_pass
@@ -608,8 +609,8 @@ def _drop(gradient: Node) -> None:
 class _Writer:
     """Adds nodes with the meta["val"] and stack_trace that later passes expect, and with no other meta.
 
-    No `recompute` and no `ac_graph_id` above all: in a checkpointed region row_stats has them, and a node that computes
-    gradients would run in the forward and again in the backward, silently.
+    None of row_stats's `recompute` and `ac_graph_id` above all: in a checkpointed region it has them, and a node that
+    computes gradients would run in the forward and again in the backward, silently.
     """
 
     graph: Graph
@@ -660,6 +661,7 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
         fused = new(
             _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs)
         )
+        fused.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # under a memory budget too
         *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(10))
         for i, statistic in enumerate(stats):
             if i >= 3 and not want[i - 3]:
