@@ -8,6 +8,7 @@ dimension whole and last.
 - The class dimension may move, as cross_entropy takes [B, V, T]: the hidden states' last dimension moves with it.
 - A link that maps every logit alike (a scale, a softcap, a cast up) becomes the epilogue of the row statistics.
 - log_softmax changes what the values mean: from there on a reader reads log-probabilities.
+- What is done to each probability by itself (log(p + eps)) is done to the label's alone, if no other is read.
 
 `head_of` walks from a reader back to its head, `follow` from a place where the logits, or what softmax makes of them,
 stand in the graph to the next; both refuse what they don't know.
@@ -24,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.node import Node, map_arg
 
-from ..explain import Reason
+from ..explain import Reason, where
 from ..kernels import IDENTITY, Epilogue
-from .graph import Refused, insert, name, same, value
+from .graph import Refused, insert, is_number, mutated, name, same, value
 
 # the parameters of what a head may call, in their order
 _HEADS = {
@@ -52,7 +53,10 @@ _ARITHMETIC = {
 }
 _LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, "log_softmax"}
 _SOFTMAX = {F.softmax, torch.softmax, "softmax"}
-_EXP = {torch.exp, "exp"}
+EXP = {torch.exp, "exp"}
+LOG = {torch.log, "log"}
+LOGSUMEXP = {torch.logsumexp, "logsumexp"}
+_CLAMPS = {torch.clamp, torch.clip, torch.clamp_min, "clamp", "clip", "clamp_min"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +87,9 @@ class Place:
     to here. steps: the calls (link, target, args, kwargs) that make the hidden states of these rows from the head's.
     rows: what selected or moved rows, or cut classes off; places with equal ones hold the same rows in the same order.
     classes: which dimension the classes are, counted from the end. detached: no gradient comes back from here. factors:
-    scalar tensors that multiply the logits, or divide them if True stands with them. shift: a tensor [V] that is added
-    to them (a bias that isn't the head's), times shift_scale, before the factors.
+    scalar tensors, or numbers that are no constants, which multiply the logits, or divide them if True stands with
+    them. shift: a tensor [V] that is added to them (a bias that isn't the head's), times shift_scale, before the
+    factors. after: links that change each (log-)probability by itself, all of which follow those that give it.
     """
 
     node: Node
@@ -99,6 +104,7 @@ class Place:
     kind: str = "logits"
     sign: int = 1
     detached: bool = False
+    after: tuple[Node, ...] = ()
 
     @property
     def key(self) -> tuple:
@@ -124,6 +130,16 @@ class Place:
         return type(dim) is int and dim % dims == dims + self.classes
 
 
+def first_input(node: Node) -> Node | None:
+    """The first tensor among a call's arguments."""
+    return next(iter(node.all_input_nodes), None)
+
+
+def passes_on(node: Node) -> bool:
+    """Whether a node is a link, as far as its name says: its first input is what it works on."""
+    return name(node) in _SAME_ROWS | _ROWS or calls(node, {*_ARITHMETIC, *_CLAMPS})
+
+
 def calls(node: Node, targets: set) -> bool:
     """Whether a node calls one of these functions, or methods of these names."""
     return node.op in ("call_function", "call_method") and node.target in targets
@@ -147,7 +163,7 @@ def head_of(node: Node) -> Head:
             return head
         if calls(node, _ARITHMETIC):
             node = _larger_operand(node)
-        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, _LOG_SOFTMAX)) and operand(node) is not None:
+        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, _LOG_SOFTMAX | _SOFTMAX)) and operand(node) is not None:
             node = operand(node)
         else:
             raise Refused(Reason.LINK, name(node))
@@ -276,13 +292,19 @@ def follow(place: Place, node: Node) -> Place:
     if calls(node, _LOG_SOFTMAX | _SOFTMAX):
         if place.kind == "logits" and widened and place.over_classes(reduced_dim(node)):
             return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
-    elif calls(node, _EXP):
-        if place.kind == "logp" and place.sign == 1:
+    elif calls(node, EXP):
+        if place.kind == "logp" and place.sign == 1 and not place.after:
             return dataclasses.replace(here, kind="p")
     elif calls(node, _ARITHMETIC):
         if not same(before.shape, after.shape):
             raise Refused(Reason.LINK, f"{called} of shapes {tuple(before.shape)} and {tuple(after.shape)}")
+        lse = _own_lse(place, node)
+        if lse is not None:
+            return dataclasses.replace(here, links=(*place.links, *lse, node), kind="logp")
         return _arithmetic(here, place.node, node)
+    elif calls(node, LOG | _CLAMPS):
+        if place.kind != "logits" and node.all_input_nodes == [place.node] and after.dtype == before.dtype:
+            return dataclasses.replace(here, after=(*place.after, node))
     elif node.args and node.args[0] is place.node:
         if called in _CASTS:
             if widened and same(before.shape, after.shape):
@@ -384,9 +406,11 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     if node.kwargs or len(others) + (does not in ("neg", "tanh", "sigmoid")) > 2 or node.args.count(operand) != 1:
         raise refused
     if here.kind != "logits":
-        if here.kind != "logp" or does != "neg":
+        if here.kind == "logp" and does == "neg" and not here.after:
+            return dataclasses.replace(here, sign=-here.sign)
+        if does in ("tanh", "sigmoid") or any(isinstance(other, Node) for other in others) or any(mutated(node)):
             raise refused
-        return dataclasses.replace(here, sign=-here.sign)
+        return dataclasses.replace(here, after=(*here.after, node))
     function, scale, shift, cap = here.epilogue
     if does in ("tanh", "sigmoid"):
         if function or not others == []:
@@ -400,6 +424,10 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     else:
         raise refused
     first = node.args[0] is operand or does in ("add", "mul")
+    if isinstance(other, Node) and is_number(other):
+        if does not in ("mul", "div") or function or shift or not first or value(operand).dtype == torch.float16:
+            raise Refused(Reason.SYMBOLIC_NUMBER, f"{name(node)}, {where(node)}")
+        return dataclasses.replace(here, factors=(*here.factors, (other, does == "div")))
     if isinstance(other, Node):
         return _tensor_operand(here, does, other, first, refused)
     if isinstance(other, bool) or not isinstance(other, (int, float)) or not math.isfinite(other) or not first:
@@ -420,6 +448,29 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     if abs(shift) > 1e30:
         raise refused
     return dataclasses.replace(here, epilogue=Epilogue("", scale, shift, cap))
+
+
+def _own_lse(place: Place, node: Node) -> list[Node] | None:
+    """The nodes that make lse in `logits - lse(logits)`, which is log_softmax, or None if a node is something else."""
+    if _ARITHMETIC[node.target] != "sub" or len(node.args) != 2 or node.kwargs or place.kind != "logits":
+        return None
+    if node.args[0] is not place.node or not isinstance(lse := node.args[1], Node):
+        return None
+    one = list(value(place.node).shape)
+    one[place.classes] = 1
+    made = [lse]
+    if name(lse) == "unsqueeze" or (name(lse) == "getitem" and adds_dimensions(lse)):
+        made.append(lse := operand(lse))
+    if lse is None or not calls(lse, LOGSUMEXP) or operand(lse) is not place.node:
+        return None
+    fits = place.over_classes(reduced_dim(lse)) and same(value(made[0]).shape, one)
+    return made if fits and value(made[0]).requires_grad == value(place.node).requires_grad else None
+
+
+def adds_dimensions(node: Node) -> bool:
+    """Whether an index does nothing but add dimensions of size 1."""
+    index = full_index(node.args[1], value(node.args[0]).dim())
+    return index is not None and all(entry in (None, slice(None)) for entry in index)
 
 
 def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: Refused) -> Place:
