@@ -155,6 +155,7 @@ def transposes(z: Logits) -> Links:
             moved = "" if labels == sorted(labels) else f"; {{y}} = {{y}}.permute({labels})"
             calls = [f"transpose({i}, {j})", f"permute({order})", f"swapaxes({i - z.dims}, {j - z.dims})"]
             calls += ["mT"] * (i == z.dims - 2) + ["t()", "T"] * (z.dims == 2)
+            calls += [f"movedim({i}, {j})", f"moveaxis({j}, {i - z.dims})"] * (j == i + 1)
             links += [(f"{{z}} = {{z}}.{call}{moved}", after) for call in calls]
     return links
 
@@ -177,11 +178,19 @@ def slices(z: Logits) -> Links:
             after = dataclasses.replace(z, sizes=(*z.sizes[:d], n - 1, *z.sizes[d + 1 :]), flat=False)
             narrowed = f"narrow({z.among_rows(d)}, 1, {n - 1})"
             links.append((f"{{z}} = {{z}}.narrow({d}, 1, {n - 1}); {{y}} = {{y}}.{narrowed}", after))
+            for call in (
+                "{x}.split({n}, {d})[0]",
+                "torch.split({x}, [{n}, 1], dim={d})[0]",
+                "{x}.tensor_split([{n}], {d})[0]",
+            ):
+                texts = [call.format(x=x, n=n - 1, d=dim) for x, dim in (("{z}", d), ("{y}", z.among_rows(d)))]
+                links.append((f"{{z}} = {texts[0]}; {{y}} = {texts[1]}", after))
         after = dataclasses.replace(
             z, sizes=z.sizes[:d] + z.sizes[d + 1 :], classes=z.classes - (d < z.classes), flat=False
         )
         links.append((f"{{z}} = {{z}}[{before}-1]; {{y}} = {{y}}[{labels}-1]", after))
         links.append((f"{{z}} = {{z}}.select({d}, 0); {{y}} = {{y}}.select({z.among_rows(d)}, 0)", after))
+        links.append((f"{{z}} = {{z}}.unbind({d})[-1]; {{y}} = {{y}}.unbind({z.among_rows(d)})[-1]", after))
     return links
 
 

@@ -143,7 +143,7 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
                     raise Refused(Reason.RETURNED, given_to(head.node))
                 returned.append(places[node])
                 continue
-            if found := anchors.read(places[node], user):
+            if not places[node].pieces and (found := anchors.read(places[node], user)):
                 readers |= {reader.node: reader for reader in found}
                 continue
             try:

@@ -38,9 +38,10 @@ _HEADS = {
     "addmm": ("input", "mat1", "mat2"),
 }
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
-_TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "permute"}
+_TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
+_SPLITS = {"split", "chunk", "tensor_split", "unbind"}
 _SAME_ROWS = {*_CASTS, "contiguous", "clone", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
-_ROWS = {"getitem", "narrow", "select", *_TRANSPOSES}
+_ROWS = {"getitem", "narrow", "select", *_TRANSPOSES, *_SPLITS}
 # one name for each arithmetic operation; the in-place ones change logits that nobody else sees
 _ARITHMETIC = {
     **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, "mul", "mul_")},
@@ -89,7 +90,8 @@ class Place:
     classes: which dimension the classes are, counted from the end. detached: no gradient comes back from here. factors:
     scalar tensors, or numbers that are no constants, which multiply the logits, or divide them if True stands with
     them. shift: a tensor [V] that is added to them (a bias that isn't the head's), times shift_scale, before the
-    factors. after: links that change each (log-)probability by itself, all of which follow those that give it.
+    factors. after: links that change each (log-)probability by itself, all of which follow those that give it. pieces:
+    whether the node is a tuple of pieces of the rows.
     """
 
     node: Node
@@ -105,6 +107,7 @@ class Place:
     sign: int = 1
     detached: bool = False
     after: tuple[Node, ...] = ()
+    pieces: bool = False
 
     @property
     def key(self) -> tuple:
@@ -280,7 +283,12 @@ def _flat(args: Any) -> list[Any]:
 def follow(place: Place, node: Node) -> Place:
     """The place that node makes of its operand at `place`, or refuse."""
     called = name(node)
-    before, after = value(place.node), value(node)
+    if place.pieces:
+        return _piece(place, node)
+    before = value(place.node)
+    if called in _SPLITS and node.args and node.args[0] is place.node:
+        return _pieces(place, called, node)
+    after = value(node)
     if "out" in node.kwargs:
         raise Refused(Reason.LINK, f"{called} with out=")
     if before.device != after.device or not before.dim() or not after.dim():
@@ -316,6 +324,39 @@ def follow(place: Place, node: Node) -> Place:
     raise Refused(Reason.LINK, called)
 
 
+def _pieces(place: Place, called: str, node: Node) -> Place:
+    """The place of a node that splits the rows."""
+    dim = reduced_dim(node, 1 if called == "unbind" else 2)
+    if not isinstance(dim, (int, type(None))) or place.over_classes(dim or 0):
+        raise Refused(Reason.LINK, f"{called} of the classes")
+    if not all(is_number(n) for n in node.all_input_nodes if n is not place.node):
+        raise Refused(Reason.LINK, f"{called} at a tensor of indices")
+    step = (node, node.target, node.args[1:], node.kwargs)
+    return dataclasses.replace(place, node=node, links=(*place.links, node), steps=(*place.steps, step), pieces=True)
+
+
+def _piece(place: Place, node: Node) -> Place:
+    """The place of one of the pieces that a node split rows into."""
+    split = place.node
+    (_, _, args, kwargs), before, after = place.steps[-1], value(split.args[0]), value(node)
+    if name(node) != "getitem" or type(node.args[1]) is not int:
+        raise Refused(Reason.LINK, name(node))
+    classes = place.classes
+    if after.dim() < before.dim():  # unbind
+        classes += (args[0] if args else kwargs.get("dim", 0)) % before.dim() > before.dim() + classes
+    moved = f"{name(split)} {args} {kwargs} {node.args[1]}", f"{[*before.shape]}"
+    return dataclasses.replace(
+        place,
+        node=node,
+        links=(*place.links, node),
+        steps=(*place.steps, (node, operator.getitem, (node.args[1],), {})),
+        rows=(*place.rows, moved),
+        classes=classes,
+        detached=place.detached or (before.requires_grad and not after.requires_grad),
+        pieces=False,
+    )
+
+
 def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> Place | None:
     """The place behind a node that views, selects or moves rows, or None if it does something else to the classes."""
     dims, classes = before.dim(), here.classes
@@ -344,6 +385,13 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
         if index[at] != slice(None):
             return None
         classes = -1 - sum(type(entry) is not int for entry in index[at + 1 :])
+    elif called == "squeeze" and dim is None:
+        # the hidden states' last dimension may be 1, so it is said which
+        ones = tuple(d for d, size in enumerate(before.shape) if type(size) is int and size == 1 and d != position)
+        if len(ones) != dims - after.dim():
+            return None
+        args = (ones,)
+        classes += sum(d > position for d in ones)
     elif called in ("narrow", "select", "squeeze") and type(dim) is int and dim % dims != position:
         moved = None if called == "squeeze" else f"{called} {args} {kwargs}"
         classes += (dims - after.dim()) * (dim % dims > position)
@@ -374,7 +422,10 @@ def _order(called: str, node: Node, dims: int) -> list[int] | None:
         return given
     order = list(range(dims))
     i, j = given
-    order[i], order[j] = order[j], order[i]
+    if called in ("movedim", "moveaxis"):
+        order.insert(j, order.pop(i))
+    else:
+        order[i], order[j] = order[j], order[i]
     return order
 
 

@@ -45,7 +45,10 @@ def is_number(node: Node) -> bool:
 
 
 # Only these functions have a short name: a user's function that is called "view" must not pass for torch's.
-_NAMES = "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select"
+_NAMES = (
+    "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes swapdims permute movedim"
+    " moveaxis narrow select split chunk tensor_split unbind"
+)
 _FUNCTIONS: dict[Any, str] = {
     operator.getitem: "getitem",
     operator.matmul: "matmul",
