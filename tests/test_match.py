@@ -458,6 +458,19 @@ def test_no_rows_from_the_data():
         check(fn, *data())
 
 
+def test_rows_of_the_logits_that_only_the_data_decides():
+    def positions(h, w, b, t):
+        i = (t.view(-1) != -100).nonzero().squeeze(1)
+        return CE(flat(linear(h, w))[i], t.view(-1)[i])
+
+    def mask(h, w, b, t):
+        return CE(linear(h, w)[..., :-1, :][t[..., 1:] != -100].contiguous(), t[..., 1:][t[..., 1:] != -100])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check(positions, *data())
+        check(mask, *data(), reasons=Reason.LINK)
+
+
 ROWS_BEFORE_THE_HEAD = programs("""
     CE(linear(h[:, -1], w), t[:, 1])
     CE(linear(h[:, 1:].permute(1, 0, 2), w).reshape(-1, V), t[:, 1:].t().reshape(-1))
@@ -834,6 +847,11 @@ LINKED = programs("""
     CE(linear(h, w).tensor_split(torch.tensor([1]))[0].view(-1, V), t[:1].view(-1))
     CE(linear(h, w).unbind(-1)[1], t[:, 1] % T)
     CE(linear(h, w)[[0, 1]].view(-1, V), t.view(-1))
+    CE(linear(h, w)[:, :, t[0] % V].flatten(0, 1), t.flatten() % T)
+    CE(linear(h, w)[..., t[0] % V].flatten(0, 1), t.flatten() % T)
+    CE(linear(h, w).transpose(1, 2)[:, :, t[0] % T], t)
+    CE(linear(h, w).transpose(1, 2)[t[0] % B], t.repeat(2, 1))
+    CE(linear(h, w).index_select(2, torch.arange(V)).flatten(0, 1), t.flatten())
     CE(linear(h, w).expand(3, B, T, V).reshape(-1, V), t.expand(3, B, T).reshape(-1))
     CE(linear(h, w).cumsum(1).view(-1, V), t.view(-1))
     CE(flat(linear(h, w)).clamp(-1, 1), t.view(-1))
@@ -1776,6 +1794,19 @@ ONE = programs("""
     CE(linear(h, w).movedim(-1, 1), t)
     CE(torch.movedim(linear(h, w).transpose(0, 1), 2, 0).moveaxis(0, 1), t.t())
     CE(linear(h, w).swapdims(1, 2), t)
+    CE(linear(h, w)[:, t[1] % T].flatten(0, 1), t.flatten())
+    CE(linear(h, w)[torch.arange(B), t[:, 1] % T], t[:, 2])
+    CE(linear(h, w)[..., t[0] % T, :].flatten(0, 1), t.flatten())
+    CE(linear(h, w)[t[:, 0] % B, None, t[:, 1] % T, :].flatten(0, 1), t[1, :2])
+    z = linear(h, w)[-1, t[0] % T]; CE(z, t[1]), z.argmax(-1), z.logsumexp(-1)
+    z = linear(h, w); i = t[1] % T; CE(z[:, i].flatten(0, 1), t.flatten()), z[:, i].argmax(-1), z[:, i].logsumexp(-1)
+    CE(linear(h, w).index_select(1, t[0] % T).flatten(0, 1), t.flatten())
+    CE(torch.index_select(linear(h, w), 0, t[0] % B).flatten(0, 1), t.flatten().repeat(2))
+    z = flat(linear(h, w)).multiply(0.5).divide(3).negative().subtract(2.0); CE(z, t.flatten())
+    CE(torch.true_divide(torch.multiply(flat(linear(h, w)), 0.5), 3), t.flatten())
+    p = torch.special.log_softmax(linear(h, w), -1); p.gather(-1, t[..., None] % V)
+    torch.special.softmax(flat(linear(h, w)), 1).gather(1, t.view(-1, 1) % V).log()
+    torch.special.logsumexp(linear(h, w), -1)
     CE(linear(h[:, None, :, :], w).squeeze().view(-1, V), t.view(-1))
     CE(linear(h[:, :1, :1], w[:, :1]).squeeze(), t[:, 1])
     CE(linear(h[:, :1], w).transpose(1, 2).squeeze(), t[:, 1])
@@ -1854,6 +1885,7 @@ SEVERAL = programs("""
     z = linear(h, w) / 2; torch.stack([x.logsumexp(-1) for x in z.unbind()])
     z = linear(h, w); y = t.clamp(min=0); z.log_softmax(-1).gather(-1, y[..., None]), flat(z)[range(8), y.view(-1)]
     z = linear(h, w); CE(flat(z), t.view(-1)), (-z.detach()).log_softmax(-1).sum(-1)
+    z = linear(h, w); i = t[1] % T; CE(z[:, i].flatten(0, 1), t.flatten()), z[:, t[0] % T].logsumexp(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), CE(z, (t + 0).view(-1).flip(0))
     z = linear(h, w); CE(z[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)), z[:, 0].logsumexp(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), (z * 2).logsumexp(-1)
@@ -2116,6 +2148,7 @@ ATTACKS = programs("""
     CE(flat(linear(h, w)) * b[0] + b, t.view(-1))
     CE(flat(linear(h, w)) + b[0], t.view(-1))
     CE(flat(linear(h, w)) + b + b, t.view(-1))
+    z = linear(h, w).detach(); i = t[1] % T; y = z[:, i]; i.clamp_(max=1); CE(y.flatten(0, 1), t.flatten()) * w.sum()
     CE(linear(h[0], w) + b[:T].view(T, 1), t[0])
     CE(linear(h[:, :2], w[:2]).transpose(1, 2) + b[:2], t[:, :2].clamp(max=1))
     CE(linear(h[:, :2], w[:2]).transpose(1, 2) + b[:4].view(2, 2), t[:, :2].clamp(max=1))

@@ -178,19 +178,25 @@ def slices(z: Logits) -> Links:
             after = dataclasses.replace(z, sizes=(*z.sizes[:d], n - 1, *z.sizes[d + 1 :]), flat=False)
             narrowed = f"narrow({z.among_rows(d)}, 1, {n - 1})"
             links.append((f"{{z}} = {{z}}.narrow({d}, 1, {n - 1}); {{y}} = {{y}}.{narrowed}", after))
+            pieces = dataclasses.replace(after, writable=False)
             for call in (
                 "{x}.split({n}, {d})[0]",
                 "torch.split({x}, [{n}, 1], dim={d})[0]",
                 "{x}.tensor_split([{n}], {d})[0]",
             ):
                 texts = [call.format(x=x, n=n - 1, d=dim) for x, dim in (("{z}", d), ("{y}", z.among_rows(d)))]
-                links.append((f"{{z}} = {texts[0]}; {{y}} = {texts[1]}", after))
+                links.append((f"{{z}} = {texts[0]}; {{y}} = {texts[1]}", pieces))
         after = dataclasses.replace(
             z, sizes=z.sizes[:d] + z.sizes[d + 1 :], classes=z.classes - (d < z.classes), flat=False
         )
         links.append((f"{{z}} = {{z}}[{before}-1]; {{y}} = {{y}}[{labels}-1]", after))
         links.append((f"{{z}} = {{z}}.select({d}, 0); {{y}} = {{y}}.select({z.among_rows(d)}, 0)", after))
-        links.append((f"{{z}} = {{z}}.unbind({d})[-1]; {{y}} = {{y}}.unbind({z.among_rows(d)})[-1]", after))
+        pieces = dataclasses.replace(after, writable=False)
+        links.append((f"{{z}} = {{z}}.unbind({d})[-1]; {{y}} = {{y}}.unbind({z.among_rows(d)})[-1]", pieces))
+        if d == 0 and n > 1:
+            picked = dataclasses.replace(z, sizes=(2, *z.sizes[1:]), flat=False)
+            for call in ("{x} = {x}[torch.tensor([1, 0])]", "{x} = {x}.index_select(0, torch.tensor([1, 0]))"):
+                links.append((f"{call.format(x='{z}')}; {call.format(x='{y}')}", picked))
     return links
 
 

@@ -211,7 +211,8 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
             _check_grad_mode(head, group, changes)
         others = [n for n in (group.target, group.class_weight) if n is not None]
         for reader in group.readers:
-            nodes = [*inputs, *head.seen, head.node, *reader.place.links, *reader.inner]
+            indices = [n for n in reader.place.inputs if not is_number(n)]
+            nodes = [*inputs, *indices, *head.seen, head.node, *reader.place.links, *reader.inner]
             # row_stats reads the head's inputs where the first reader stands, so nothing may change them on the way
             changes.check(nodes, first, reader.node, but=_in_place_links(head, reader.place))
             changes.check(others, group.at, reader.node)

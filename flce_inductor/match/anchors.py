@@ -16,7 +16,20 @@ from torch.fx.node import Node, map_arg
 from ..explain import Reason
 from ..losses import REDUCTIONS, Loss
 from ..runtime import Want
-from .chain import LOG, LOGSUMEXP, Place, adds_dimensions, calls, first_input, operand, passes_on, reduced_dim
+from .chain import (
+    EXP,
+    LOG,
+    LOG_SOFTMAX,
+    LOGSUMEXP,
+    SOFTMAX,
+    Place,
+    adds_dimensions,
+    calls,
+    first_input,
+    operand,
+    passes_on,
+    reduced_dim,
+)
 from .graph import Refused, name, same, value
 
 NO_LABEL = -(2**62)  # an ignore_index that no label has
@@ -75,8 +88,8 @@ _SUM = {torch.sum, "sum"}
 _MUL = {operator.mul, torch.mul, "mul"}
 _MEAN = {torch.mean, "mean"}
 # where a search for heads begins
-_LOSSES = {F.cross_entropy, F.log_softmax, torch.log_softmax, "log_softmax", *LOGSUMEXP}
-_EXPONENTIALS = {F.softmax, torch.softmax, "softmax", torch.exp, "exp"}
+_LOSSES = {F.cross_entropy, *LOG_SOFTMAX, *LOGSUMEXP}
+_EXPONENTIALS = {*SOFTMAX, *EXP}
 
 
 def _arguments(signature: inspect.Signature, node: Node) -> dict[str, Any]:

@@ -41,22 +41,23 @@ _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
 _TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
 _SPLITS = {"split", "chunk", "tensor_split", "unbind"}
 _SAME_ROWS = {*_CASTS, "contiguous", "clone", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
-_ROWS = {"getitem", "narrow", "select", *_TRANSPOSES, *_SPLITS}
+_ROWS = {"getitem", "index_select", "narrow", "select", *_TRANSPOSES, *_SPLITS}
 # one name for each arithmetic operation; the in-place ones change logits that nobody else sees
 _ARITHMETIC = {
-    **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, "mul", "mul_")},
-    **{f: "div" for f in (operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")},
+    **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "multiply", "mul_")},
+    **{f: "div" for f in (operator.truediv, operator.itruediv, torch.div, torch.divide, "div", "divide", "div_")},
+    **{f: "div" for f in (torch.true_divide, "true_divide")},
     **{f: "add" for f in (operator.add, operator.iadd, torch.add, "add", "add_")},
-    **{f: "sub" for f in (operator.sub, operator.isub, torch.sub, "sub", "sub_")},
-    **{f: "neg" for f in (operator.neg, torch.neg, "neg")},
+    **{f: "sub" for f in (operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "subtract", "sub_")},
+    **{f: "neg" for f in (operator.neg, torch.neg, torch.negative, "neg", "negative")},
     **{f: "tanh" for f in (torch.tanh, F.tanh, "tanh", "tanh_")},
     **{f: "sigmoid" for f in (torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_")},
 }
-_LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, "log_softmax"}
-_SOFTMAX = {F.softmax, torch.softmax, "softmax"}
+LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, torch.special.log_softmax, "log_softmax"}
+SOFTMAX = {F.softmax, torch.softmax, torch.special.softmax, "softmax"}
 EXP = {torch.exp, "exp"}
 LOG = {torch.log, "log"}
-LOGSUMEXP = {torch.logsumexp, "logsumexp"}
+LOGSUMEXP = {torch.logsumexp, torch.special.logsumexp, "logsumexp"}
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_min, "clamp", "clip", "clamp_min"}
 
 
@@ -166,7 +167,7 @@ def head_of(node: Node) -> Head:
             return head
         if calls(node, _ARITHMETIC):
             node = _larger_operand(node)
-        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, _LOG_SOFTMAX | _SOFTMAX)) and operand(node) is not None:
+        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, LOG_SOFTMAX | SOFTMAX)) and operand(node) is not None:
             node = operand(node)
         else:
             raise Refused(Reason.LINK, name(node))
@@ -297,9 +298,9 @@ def follow(place: Place, node: Node) -> Place:
     here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
     # the head rounds the logits once; a narrower dtype behind it would round them again
     widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
-    if calls(node, _LOG_SOFTMAX | _SOFTMAX):
+    if calls(node, LOG_SOFTMAX | SOFTMAX):
         if place.kind == "logits" and widened and place.over_classes(reduced_dim(node)):
-            return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
+            return dataclasses.replace(here, kind="logp" if calls(node, LOG_SOFTMAX) else "p")
     elif calls(node, EXP):
         if place.kind == "logp" and place.sign == 1 and not place.after:
             return dataclasses.replace(here, kind="p")
@@ -372,6 +373,10 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
             target, args = "reshape", tuple(_flat(args)[:-1])
             if kwargs or len(args) + 1 != after.dim():  # a dtype, or a size as one object
                 return None
+    elif called == "getitem" and classes == -1 and _selects_rows(dim, dims):
+        moved = f"{dim}"
+    elif called == "index_select" and type(dim) is int and dim % dims != position:
+        moved = f"{called} {args} {kwargs}"
     elif called == "getitem" and (index := full_index(dim, dims)) is not None:
         at = [i for i, entry in enumerate(index) if entry is not None][position]
         cut = _cuts(index[at])
@@ -408,6 +413,23 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
     rows = here.rows if moved is None else (*here.rows, (moved, f"{[*before.shape]}"))
     steps = here.steps if target is None else (*here.steps, (node, target, args, kwargs))
     return dataclasses.replace(here, classes=classes, rows=rows, steps=steps)
+
+
+def _selects_rows(index: Any, dims: int) -> bool:
+    """Whether an index has tensors of positions in it, and leaves the last dimension alone.
+
+    No masks: the graph asks the logits for the number of rows that they select.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i in index if isinstance(i, Node)]
+    if not tensors or not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index if i not in tensors):
+        return False
+    if any(is_number(i) or value(i).dtype != torch.int64 for i in tensors):
+        return False
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    if used < dims and (Ellipsis not in index or index[-1] is Ellipsis):
+        return True
+    return used <= dims and index[-1] == slice(None)
 
 
 def _order(called: str, node: Node, dims: int) -> list[int] | None:

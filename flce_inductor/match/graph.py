@@ -47,7 +47,7 @@ def is_number(node: Node) -> bool:
 # Only these functions have a short name: a user's function that is called "view" must not pass for torch's.
 _NAMES = (
     "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes swapdims permute movedim"
-    " moveaxis narrow select split chunk tensor_split unbind"
+    " moveaxis narrow select index_select split chunk tensor_split unbind"
 )
 _FUNCTIONS: dict[Any, str] = {
     operator.getitem: "getitem",
