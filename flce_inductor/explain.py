@@ -48,6 +48,14 @@ class Reason(enum.Enum):
         "return only the loss from the compiled step (for example torch.compile a function that returns model(x).loss),"
         ' or set flce_inductor.unused_logits="nan" if nobody reads them while training',
     )
+    BY_HAND = (
+        "the loss is written by hand with exp and log, which overflow and underflow where log_softmax doesn't",
+        "use cross_entropy, log_softmax or logsumexp of the logits",
+    )
+    SYMBOLIC_NUMBER = (
+        "a number that shifts or caps the logits is a symbol to the compiler, which has seen it change",
+        "make it a constant: an attribute of the module, say, instead of an argument of the compiled function",
+    )
     CLASS_PROBABILITIES = (
         "the target holds class probabilities, not class indices",
         "only labels (int64 indices) are rewritten; keep stock compile for soft targets",

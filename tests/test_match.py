@@ -458,6 +458,19 @@ def test_no_rows_from_the_data():
         check(fn, *data())
 
 
+def test_rows_of_the_logits_that_only_the_data_decides():
+    def positions(h, w, b, t):
+        i = (t.view(-1) != -100).nonzero().squeeze(1)
+        return CE(flat(linear(h, w))[i], t.view(-1)[i])
+
+    def mask(h, w, b, t):
+        return CE(linear(h, w)[..., :-1, :][t[..., 1:] != -100].contiguous(), t[..., 1:][t[..., 1:] != -100])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check(positions, *data())
+        check(mask, *data(), reasons=Reason.LINK)
+
+
 ROWS_BEFORE_THE_HEAD = programs("""
     CE(linear(h[:, -1], w), t[:, 1])
     CE(linear(h[:, 1:].permute(1, 0, 2), w).reshape(-1, V), t[:, 1:].t().reshape(-1))
@@ -528,6 +541,55 @@ def test_dynamic_vocabulary_keeps_the_slab_within_its_cap():
             assert counter.frame_count == frames
             rows = run.call_args.args[5].chunk_size
             assert rows == max(1, 64 // (1 << (classes - 1).bit_length()))
+
+
+CHANGING_NUMBER = programs("""
+    CE(flat(linear(h, w, b) * t), y)
+    CE(flat(linear(h, w) / t).tanh() * 2, y)
+    CE(flat(t * linear(h, w).float()) + 1, y, reduction="none") * t
+    z = flat(linear(h, w) / (t**0.5 + 1)); CE(z, y), z.argmax(-1), z.logsumexp(-1)
+""")
+
+
+@pytest.mark.parametrize("fn", CHANGING_NUMBER)
+def test_scale_by_a_number_that_changes(fn):
+    """It is a symbol from the second value on: no more compilation."""
+    fn.__globals__["y"] = data()[3].view(-1)
+    counter = util.CompileCounterWithBackend(TRACING)
+    with fresh():
+        step = torch.compile(fn, backend=counter, fullgraph=True)
+        for number in (0.5, 0.7, 2.25, 1.0):
+            h, w, b, _ = data()
+            with util.collect() as sites:
+                actual = util.outcome_of(step, (h, w, b, number))
+            assert {site.reason for site in sites} <= {None}, "\n".join(map(str, sites))
+            assert_same(actual, eager(fn, h, w, b, number))
+        assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("number", [0.7, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scale_by_a_symbolic_number_in_16_bits(number, dtype):
+    def fn(h, w, b, t, number):
+        return CE(flat(linear(h, w, b) * number).float(), t.view(-1))
+
+    args = (*data(dtype), number)
+    with fresh():
+        actual = compiled(fn, *args, dynamic=True)
+    # the hidden states are multiplied, which float16 may not hold
+    assert actual.reasons == [Reason.SYMBOLIC_NUMBER if dtype == torch.float16 else None]
+    assert_as_good_as_eager(fn, args, actual, dtype)
+
+
+def test_cap_or_shift_by_a_symbolic_number_is_left_alone():
+    def cap(h, w, b, t, number):
+        return CE(flat(number * torch.tanh(linear(h, w) / number)), t.view(-1))
+
+    def shift(h, w, b, t, number):
+        return CE(flat(linear(h, w) + number), t.view(-1))
+
+    check(cap, *data(), 2.5, reasons=Reason.SYMBOLIC_NUMBER, dynamic=True)
+    check(shift, *data(), 2.5, reasons=Reason.SYMBOLIC_NUMBER, dynamic=True)
 
 
 def test_cut_of_a_dynamic_vocabulary_is_left_alone():
@@ -782,8 +844,14 @@ LINKED = programs("""
     CE(linear(h, torch.cat([w, w]))[..., ::2].reshape(-1, V), t.view(-1))
     CE(linear(h, torch.cat([w, w])).unflatten(-1, (2, V)).flatten(0, 2), torch.stack([t, t], -1).flatten())
     CE(linear(h, torch.cat([w, w])).chunk(2, -1)[1].reshape(-1, V), t.view(-1))
-    CE(linear(h, w).chunk(2)[0].view(-1, V), t[:1].view(-1))
+    CE(linear(h, w).tensor_split(torch.tensor([1]))[0].view(-1, V), t[:1].view(-1))
+    CE(linear(h, w).unbind(-1)[1], t[:, 1] % T)
     CE(linear(h, w)[[0, 1]].view(-1, V), t.view(-1))
+    CE(linear(h, w)[:, :, t[0] % V].flatten(0, 1), t.flatten() % T)
+    CE(linear(h, w)[..., t[0] % V].flatten(0, 1), t.flatten() % T)
+    CE(linear(h, w).transpose(1, 2)[:, :, t[0] % T], t)
+    CE(linear(h, w).transpose(1, 2)[t[0] % B], t.repeat(2, 1))
+    CE(linear(h, w).index_select(2, torch.arange(V)).flatten(0, 1), t.flatten())
     CE(linear(h, w).expand(3, B, T, V).reshape(-1, V), t.expand(3, B, T).reshape(-1))
     CE(linear(h, w).cumsum(1).view(-1, V), t.view(-1))
     CE(flat(linear(h, w)).clamp(-1, 1), t.view(-1))
@@ -1723,6 +1791,29 @@ ONE = programs("""
     z = linear(h, w).transpose(1, 2); -(z.softmax(1) * z.log_softmax(1)).sum(1), z.logsumexp(1, keepdim=True)
     CE((linear(h, w) * 2).transpose(1, 2).float().contiguous(), t)
     z = linear(h, w).mT; CE(z, t), z.mT.argmax(-1)
+    CE(linear(h, w).movedim(-1, 1), t)
+    CE(torch.movedim(linear(h, w).transpose(0, 1), 2, 0).moveaxis(0, 1), t.t())
+    CE(linear(h, w).swapdims(1, 2), t)
+    CE(linear(h, w)[:, t[1] % T].flatten(0, 1), t.flatten())
+    CE(linear(h, w)[torch.arange(B), t[:, 1] % T], t[:, 2])
+    CE(linear(h, w)[..., t[0] % T, :].flatten(0, 1), t.flatten())
+    CE(linear(h, w)[t[:, 0] % B, None, t[:, 1] % T, :].flatten(0, 1), t[1, :2])
+    z = linear(h, w)[-1, t[0] % T]; CE(z, t[1]), z.argmax(-1), z.logsumexp(-1)
+    z = linear(h, w); i = t[1] % T; CE(z[:, i].flatten(0, 1), t.flatten()), z[:, i].argmax(-1), z[:, i].logsumexp(-1)
+    CE(linear(h, w).index_select(1, t[0] % T).flatten(0, 1), t.flatten())
+    CE(torch.index_select(linear(h, w), 0, t[0] % B).flatten(0, 1), t.flatten().repeat(2))
+    z = flat(linear(h, w)).multiply(0.5).divide(3).negative().subtract(2.0); CE(z, t.flatten())
+    CE(torch.true_divide(torch.multiply(flat(linear(h, w)), 0.5), 3), t.flatten())
+    p = torch.special.log_softmax(linear(h, w), -1); p.gather(-1, t[..., None] % V)
+    torch.special.softmax(flat(linear(h, w)), 1).gather(1, t.view(-1, 1) % V).log()
+    torch.special.logsumexp(linear(h, w), -1)
+    CE(linear(h[:, None, :, :], w).squeeze().view(-1, V), t.view(-1))
+    CE(linear(h[:, :1, :1], w[:, :1]).squeeze(), t[:, 1])
+    CE(linear(h[:, :1], w).transpose(1, 2).squeeze(), t[:, 1])
+    CE(linear(h, w).chunk(2)[0].view(-1, V), t[:1].view(-1))
+    CE(linear(h, w)[:1, :1].transpose(1, 2).squeeze().unsqueeze(0), t[0, 1:2])
+    CE(linear(h, w).transpose(1, 2).tensor_split((1, 3), dim=-1)[1], t[:, 1:3])
+    CE(linear(h, w).transpose(1, 2).unbind()[1].t(), t[1])
     CE(linear(h[0], w).t().t(), t[0])
     CE(linear(h[0], w).T.mT, t[0])
     CE((linear(h, w).transpose(1, 2) / 2 - 1).tanh() * 2, t)
@@ -1785,8 +1876,16 @@ def test_one_row_stats_serves_all(fn):
 
 
 SEVERAL = programs("""
+    p = flat(linear(h, w)).softmax(-1); F.nll_loss(p.log(), t.view(-1)), p.log().gather(-1, t.view(-1, 1) % V)
+    z = linear(h, w); sum(CE(x.reshape(-1, V), y.reshape(-1)) for x, y in zip(z.split(3, 1), t.split(3, 1)))
+    z = flat(linear(h, w)); sum(CE(x, y) for x, y in zip(torch.split(z, [3, 5]), torch.split(t.view(-1), [3, 5])))
+    z = flat(linear(h, w)).chunk(2); y = t.view(-1)[:4]; CE(z[0], y), CE(z[0], y), z[1].argmax(-1), z[1].logsumexp(-1)
+    z = linear(h, w).log_softmax(-1).chunk(2, dim=1); F.nll_loss(z[0].flatten(0, 1), t[:, :2].flatten()), z[1].sum(-1)
+    torch.stack([x.log_softmax(-1).gather(1, y.clamp(min=0)[:, None]) for x, y in zip(linear(h, w), t)])
+    z = linear(h, w) / 2; torch.stack([x.logsumexp(-1) for x in z.unbind()])
     z = linear(h, w); y = t.clamp(min=0); z.log_softmax(-1).gather(-1, y[..., None]), flat(z)[range(8), y.view(-1)]
     z = linear(h, w); CE(flat(z), t.view(-1)), (-z.detach()).log_softmax(-1).sum(-1)
+    z = linear(h, w); i = t[1] % T; CE(z[:, i].flatten(0, 1), t.flatten()), z[:, t[0] % T].logsumexp(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), CE(z, (t + 0).view(-1).flip(0))
     z = linear(h, w); CE(z[:, 1:].reshape(-1, V), t[:, 1:].reshape(-1)), z[:, 0].logsumexp(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), (z * 2).logsumexp(-1)
@@ -1808,6 +1907,89 @@ def test_one_row_stats_for_each_kind_of_rows(fn):
     rewritten(fn, *data(), stats=2)
 
 
+BY_HAND = programs("""
+    -linear(h, w).log_softmax(-1).mean(-1)
+    p = linear(h, w).log_softmax(-1); p.mean(dim=-1, keepdim=True), p.neg().mean(2), torch.mean(p, (-1,)), p.sum(-1)
+    p = linear(h, w).transpose(1, 2).log_softmax(1); p.mean(1), p.mean(1, True, dtype=h.dtype)
+    z = flat(linear(h, w)); F.nll_loss(torch.log(F.softmax(z, dim=-1)), t.view(-1))
+    z = flat(linear(h, w)); F.nll_loss(z.softmax(1).log(), t.view(-1), class_weight(h.dtype), reduction="none")
+    z = flat(linear(h, w)); nn.NLLLoss(ignore_index=2)(torch.log(z.softmax(1) + 1e-3), t.view(-1).clamp(min=0))
+    z = flat(linear(h, w)); F.nll_loss(torch.log(1e-3 + z.softmax(1)).float(), t.view(-1), reduction="sum")
+    z = flat(linear(h, w)); F.nll_loss((1 - z.softmax(1)).log(), t.view(-1), reduction="sum")
+    z = linear(h, w).softmax(-1).clamp(min=0.1); z.log().gather(-1, t.clamp(min=0).unsqueeze(-1))
+    z = linear(h, w); i = t.clamp(min=0).unsqueeze(-1); -torch.log(F.softmax(z, dim=-1).gather(-1, i)).mean()
+    z = linear(h, w); i = t.clamp(min=0).unsqueeze(-1); (z.softmax(-1).gather(-1, i) + 1e-3).log()
+    p = flat(linear(h, w)).softmax(-1); q = p[torch.arange(B * T), t.view(-1) % V]; ((1 - q) ** 2 * q.log()).mean()
+    p = flat(linear(h, w)).softmax(-1); p.log()[torch.arange(B * T), t.view(-1) % V], p.argmax(-1)
+    p = linear(h, w).log_softmax(-1); (p / 2).clamp(max=-1).gather(-1, t.clamp(min=0).unsqueeze(-1)), p.exp().argmax(-1)
+    z = linear(h, w); p = z - z.logsumexp(-1, keepdim=True); p.gather(-1, t.clamp(min=0).unsqueeze(-1)), p.sum(-1)
+    z = linear(h, w); p = torch.sub(z, torch.logsumexp(z, 2)[..., None]); F.nll_loss(flat(p), t.view(-1)), p.argmax(-1)
+    z = linear(h, w).transpose(1, 2); p = z - z.logsumexp(1).unsqueeze(1); F.nll_loss(p, t), -(p.exp() * p).sum(1)
+    z = linear(h, w)[:, 1:] * 2; p = z.sub(z.logsumexp(-1, True)); F.nll_loss(p.flatten(0, 1), t[:, 1:].flatten())
+""")
+
+
+@pytest.mark.parametrize("fn", BY_HAND)
+def test_log_softmax_by_hand(fn):
+    rewritten(fn, *data(), stats=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_logarithm_of_a_probability_that_underflows(dtype):
+    """It is infinite where eager's is, of softmax as of the label's probability; else as exact as eager's."""
+
+    def fn(h, w, b, t):
+        p = flat(linear(h, w)).softmax(-1)
+        i = t.view(-1, 1)
+        return p.log().gather(1, i), p.gather(1, i).log(), F.nll_loss(torch.log(p), t.view(-1), reduction="none")
+
+    h, w, b, t = data(dtype)
+    h = torch.cat([h.detach() / 3, h.detach() * 60]).requires_grad_()
+    t = torch.cat([t % V, linear(h[B:], w).argmin(-1)])
+    plain, expected = eager(fn, h, w, b, t, dtype=None), eager(fn, h, w, b, t)
+    with fresh():
+        actual = compiled(fn, h, w, b, t)
+    assert {*actual.reasons} == {None}
+    for a, p, e in zip(actual.outputs, plain.outputs, expected.outputs, strict=True):
+        assert a.dtype == dtype
+        assert (
+            (a.isinf() == p.isinf()).all()
+            and p.view(-1)[B * T :].isinf().any()
+            and not p.view(-1)[: B * T].isinf().any()
+        )
+        error, eager_error = ((x.double() - e)[p.isfinite()].abs().max() for x in (a, p))
+        assert error <= 2 * eager_error + torch.finfo(dtype).eps
+    rows = [(run.grads[0].isnan().any(-1)) for run in (actual, plain)]
+    assert (rows[0] == rows[1]).all() and rows[0].any()
+
+
+EXP_BY_HAND = programs("""
+    z = flat(linear(h, w)); z.gather(1, t.view(-1, 1) % V).squeeze(1) - torch.log(torch.exp(z).sum(-1))
+    z = flat(linear(h, w)); p = z.exp(); (p / p.sum(-1, keepdim=True)).log().gather(1, t.view(-1, 1) % V)
+    z = flat(linear(h, w)); p = z.softmax(-1); -(p * torch.log(p)).sum(-1)
+    z = flat(linear(h, w)); p = z.softmax(-1); -(p * torch.log(p + 1e-3)).sum(-1)
+    z = flat(linear(h, w)); z.softmax(-1).log().sum(-1), z.softmax(-1).log().gather(1, t.view(-1, 1) % V)
+    z = flat(linear(h, w)); torch.log(z.softmax(-1) * F.one_hot(t.view(-1) % V, V) + 1e-3).sum(-1)
+""")
+
+
+@pytest.mark.parametrize("fn", EXP_BY_HAND)
+def test_exp_and_log_that_can_overflow_are_left_alone(fn):
+    """None of them is silent: a logarithm of softmax or exp counts as a loss."""
+    expected = eager(fn, *data())
+    with fresh():
+        actual = compiled(fn, *data())
+    assert_same(actual, expected)
+    assert {*actual.reasons} == {Reason.BY_HAND}, "\n".join(map(str, actual.sites))
+
+
+def test_logarithms_that_are_no_losses():
+    def fn(h, w, b, t):
+        return linear(h, w).exp().sin().log().sum() + h.softmax(-1).sum().sin() + h.square().log().sum()
+
+    assert compiled(fn, *data()).sites == []
+
+
 def fairseq(h, w, b, t):
     lprobs = F.log_softmax(linear(h, w).view(-1, V), dim=-1)
     target = t.view(-1, 1).clamp(min=0)
@@ -1818,6 +2000,37 @@ def fairseq(h, w, b, t):
     smooth.masked_fill_(pad, 0.0)
     eps = 0.1 / (V - 1)
     return (1.0 - 0.1 - eps) * nll.sum() + eps * smooth.sum(), nll.sum()
+
+
+def label_smoother(h, w, b, t):
+    """As the Trainer of transformers smooths labels."""
+    z, y = linear(h, w)[..., :-1, :].contiguous(), t[..., 1:].contiguous()
+    log_probs = -F.log_softmax(z, dim=-1)
+    y = y.unsqueeze(-1) if y.dim() == log_probs.dim() - 1 else y
+    padding = y.eq(-100)
+    nll = log_probs.gather(dim=-1, index=torch.clamp(y, min=0))
+    smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    nll.masked_fill_(padding, 0.0)
+    smoothed.masked_fill_(padding, 0.0)
+    active = padding.numel() - padding.long().sum()
+    return 0.9 * (nll.sum() / active) + 0.1 * (smoothed.sum() / (active * log_probs.shape[-1]))
+
+
+def test_sum_in_another_dtype():
+    args = data(torch.bfloat16)
+    with fresh():
+        actual = compiled(label_smoother, *args)
+    assert actual.reasons == [None]
+    assert_as_good_as_eager(label_smoother, args, actual, torch.bfloat16)
+
+    def widened(h, w, b, t):  # more exact than the statistics are
+        return linear(h, w).log_softmax(-1).sum(-1, dtype=torch.float64)
+
+    def narrowed(h, w, b, t):
+        return linear(h, w).log_softmax(-1).mean(-1, dtype=torch.bfloat16)
+
+    check(widened, *data(), reasons=Reason.READER, tolerance=1e-5)
+    check(narrowed, *data(), reasons=Reason.READER)
 
 
 def results_changed_in_place(h, w, b, t):
@@ -1886,6 +2099,7 @@ def target_from_the_same_logits(h, w, b, t):
     ("fn", "stats"),
     [
         (fairseq, 1),
+        (label_smoother, 1),
         (results_changed_in_place, 1),
         (accuracy_after, 1),
         (accuracy_before, 1),
@@ -1934,6 +2148,7 @@ ATTACKS = programs("""
     CE(flat(linear(h, w)) * b[0] + b, t.view(-1))
     CE(flat(linear(h, w)) + b[0], t.view(-1))
     CE(flat(linear(h, w)) + b + b, t.view(-1))
+    z = linear(h, w).detach(); i = t[1] % T; y = z[:, i]; i.clamp_(max=1); CE(y.flatten(0, 1), t.flatten()) * w.sum()
     CE(linear(h[0], w) + b[:T].view(T, 1), t[0])
     CE(linear(h[:, :2], w[:2]).transpose(1, 2) + b[:2], t[:, :2].clamp(max=1))
     CE(linear(h[:, :2], w[:2]).transpose(1, 2) + b[:4].view(2, 2), t[:, :2].clamp(max=1))
@@ -1969,7 +2184,26 @@ ATTACKS = programs("""
     p = flat(linear(h, w)).log_softmax(-1); torch.take_along_dim(p, t.view(-1, 1) % V), p.sum(-1)
     p = flat(linear(h, w)).log_softmax(-1); torch.take_along_dim(p, t.view(-1, 1)[:1] % V, 1), p.sum(-1)
     p = flat(linear(h, w)).log_softmax(-1); torch.take_along_dim(p, t.view(-1, 1) % 8, 0), p.sum(-1)
-    z = flat(linear(h, w)); CE(z, t.view(-1)), z.softmax(-1).log().gather(-1, t.view(-1, 1) % V)
+    p = flat(linear(h, w)).softmax(-1); F.nll_loss(p, t.view(-1)), p.log().gather(-1, t.view(-1, 1) % V)
+    z = flat(linear(h, w)); y = z - z.logsumexp(-1, keepdim=True).detach(); F.nll_loss(y, t.view(-1))
+    z = flat(linear(h, w)); y = z.detach() - z.logsumexp(-1, keepdim=True); F.nll_loss(y, t.view(-1))
+    z = flat(linear(h, w)); y = z.logsumexp(-1, keepdim=True) - z; F.nll_loss(y, t.view(-1))
+    z = flat(linear(h, w)); y = torch.sub(z, z.logsumexp(-1, keepdim=True), alpha=2); F.nll_loss(y, t.view(-1))
+    z = flat(linear(h, w)); y = z - (z * 2).logsumexp(-1, keepdim=True); F.nll_loss(y, t.view(-1))
+    z = flat(linear(h, w)); y = z - z.logsumexp(0, keepdim=True); F.nll_loss(y, t.view(-1))
+    z = linear(h[:, :2], w[:2]); y = z - z.logsumexp(-1); y.gather(-1, t[:, :2, None] % 2)
+    z = linear(h[:, :2], w[:2]); y = z - z.logsumexp(-1).unsqueeze(1); y.gather(-1, t[:, :2, None] % 2)
+    z = linear(h, w); y = z - z.logsumexp(-1)[0, :, None]; y.gather(-1, t[..., None] % V)
+    p = flat(linear(h, w)).log_softmax(-1); (p * 0.5).sum(-1)
+    p = flat(linear(h, w)).log_softmax(-1); p.mean()
+    p = flat(linear(h, w)).log_softmax(-1); p.mean((0, 1)), p.mean(0)
+    p = flat(linear(h, w)).log_softmax(-1); p.clamp(min=-2.0).amax(-1), p.sum(-1)
+    p = flat(linear(h, w)).log_softmax(-1); (p + b[0]).gather(-1, t.view(-1, 1) % V)
+    p = flat(linear(h, w)).log_softmax(-1); p.clamp(min=b).gather(-1, t.view(-1, 1) % V)
+    p = flat(linear(h, w)).softmax(-1); p.add(1e-3, alpha=2).log().gather(-1, t.view(-1, 1) % V)
+    p = flat(linear(h, w)).softmax(-1).detach(); p += 1e-3; p.log().gather(-1, t.view(-1, 1) % V), w.sum()
+    p = flat(linear(h, w)).softmax(-1); -(p * (p + 1e-3).log()).sum(-1)
+    p = flat(linear(h, w)).softmax(-1); q = p.clamp(min=1e-3); -(q * q.log()).sum(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), z.max(-1)[0]
     z = flat(linear(h, w)); CE(z, t.view(-1)), z.softmax(-1).amax(-1)
     z = flat(linear(h, w)); CE(z, t.view(-1)), z.detach().max(0)[0], z.detach().max(0)[1]

@@ -20,23 +20,25 @@ import hypothesis
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from util import Reason, assert_same, compiled, eager, fresh
 
 from flce_inductor import match
 
 EXAMPLES = int(os.environ.get("FLCE_EXAMPLES", 0))
-ARGUMENTS = ("h", "w", "b", "s", "y", "u", "c")
+ARGUMENTS = ("h", "w", "b", "s", "y", "u", "c", "f")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A training function: hidden states h [B, T, H], weight w [V, H], b [V], scalar s, labels y [B, T] of which some
-    are -100, numbers u [B * T] for rows, class weights c [V].
+    are -100, numbers u [B * T] for rows, class weights c [V], a Python number f. All of it may be checkpointed.
     """
 
     sizes: tuple[int, int, int, int]
     grads: tuple[str, ...]
     dynamic: bool
+    checkpoint: bool
     seed: int
     lines: tuple[str, ...]
     result: str
@@ -46,14 +48,15 @@ class Program:
         return "\n    ".join([f"def fn({', '.join(ARGUMENTS)}):", *self.lines, f"return {self.result}"])
 
     def __str__(self) -> str:
-        return f"{self.source}\n# {self.sizes=} {self.grads=} {self.dynamic=} {self.seed=}".replace("self.", "")
+        how = f"{self.sizes=} {self.grads=} {self.dynamic=} {self.checkpoint=} {self.seed=}"
+        return f"{self.source}\n# {how}".replace("self.", "")
 
     def function(self):
         scope = {"torch": torch, "F": F}
         exec(compile(self.source, "<random program>", "exec"), scope)
-        return scope["fn"]
+        return (lambda *args: checkpoint(scope["fn"], *args, use_reentrant=False)) if self.checkpoint else scope["fn"]
 
-    def arguments(self) -> list[torch.Tensor]:
+    def arguments(self) -> list[torch.Tensor | float]:
         g = torch.Generator().manual_seed(self.seed)
         B, T, H, V = self.sizes
         shapes = {"h": (B, T, H), "w": (V, H), "b": (V,), "s": (), "u": (B * T,), "c": (V,)}
@@ -62,7 +65,7 @@ class Program:
         values["s"] = values["s"] + 2  # it divides
         # programs cut classes off, four at most
         values["y"] = torch.randint(V - 4, (B, T), generator=g).masked_fill(torch.rand(B, T, generator=g) < 0.2, -100)
-        return [values[k].requires_grad_(k in self.grads) for k in ARGUMENTS]
+        return [*(values[k].requires_grad_(k in self.grads) for k in ARGUMENTS[:-1]), 0.75]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +155,7 @@ def transposes(z: Logits) -> Links:
             moved = "" if labels == sorted(labels) else f"; {{y}} = {{y}}.permute({labels})"
             calls = [f"transpose({i}, {j})", f"permute({order})", f"swapaxes({i - z.dims}, {j - z.dims})"]
             calls += ["mT"] * (i == z.dims - 2) + ["t()", "T"] * (z.dims == 2)
+            calls += [f"movedim({i}, {j})", f"moveaxis({j}, {i - z.dims})"] * (j == i + 1)
             links += [(f"{{z}} = {{z}}.{call}{moved}", after) for call in calls]
     return links
 
@@ -174,17 +178,31 @@ def slices(z: Logits) -> Links:
             after = dataclasses.replace(z, sizes=(*z.sizes[:d], n - 1, *z.sizes[d + 1 :]), flat=False)
             narrowed = f"narrow({z.among_rows(d)}, 1, {n - 1})"
             links.append((f"{{z}} = {{z}}.narrow({d}, 1, {n - 1}); {{y}} = {{y}}.{narrowed}", after))
+            pieces = dataclasses.replace(after, writable=False)
+            for call in (
+                "{x}.split({n}, {d})[0]",
+                "torch.split({x}, [{n}, 1], dim={d})[0]",
+                "{x}.tensor_split([{n}], {d})[0]",
+            ):
+                texts = [call.format(x=x, n=n - 1, d=dim) for x, dim in (("{z}", d), ("{y}", z.among_rows(d)))]
+                links.append((f"{{z}} = {texts[0]}; {{y}} = {texts[1]}", pieces))
         after = dataclasses.replace(
             z, sizes=z.sizes[:d] + z.sizes[d + 1 :], classes=z.classes - (d < z.classes), flat=False
         )
         links.append((f"{{z}} = {{z}}[{before}-1]; {{y}} = {{y}}[{labels}-1]", after))
         links.append((f"{{z}} = {{z}}.select({d}, 0); {{y}} = {{y}}.select({z.among_rows(d)}, 0)", after))
+        pieces = dataclasses.replace(after, writable=False)
+        links.append((f"{{z}} = {{z}}.unbind({d})[-1]; {{y}} = {{y}}.unbind({z.among_rows(d)})[-1]", pieces))
+        if d == 0 and n > 1:
+            picked = dataclasses.replace(z, sizes=(2, *z.sizes[1:]), flat=False)
+            for call in ("{x} = {x}[torch.tensor([1, 0])]", "{x} = {x}.index_select(0, torch.tensor([1, 0]))"):
+                links.append((f"{call.format(x='{z}')}; {call.format(x='{y}')}", picked))
     return links
 
 
 def scales(z: Logits) -> Links:
     texts = ["{z} * 0.7", "0.5 * {z}", "{z} / 1.3", "-{z}", "torch.mul({z}, 2)", "{z} * s", "s * {z}", "{z} / s.exp()"]
-    texts += ["{z}.mul(s)", "{z} * s.view(1)", "torch.div({z}, s)", "{z}.neg()"]
+    texts += ["{z}.mul(s)", "{z} * s.view(1)", "torch.div({z}, s)", "{z}.neg()", "{z} * f", "{z} / f", "f * {z}"]
     return [(f"{{z}} = {text}", dataclasses.replace(z, writable=True)) for text in texts]
 
 
@@ -228,7 +246,7 @@ def strange(z: Logits) -> Links:
     """What isn't done row by row, or isn't known to the pass."""
     c = z.classes
     texts = ["{z}.softmax(0)", "{z}.log_softmax(0)", "{z} - {z}.mean(0, keepdim=True)", f"{{z}}.cumsum({c})"]
-    texts += ["{z}.cumsum(0)", f"{{z}} - {{z}}.logsumexp({c}, keepdim=True)", f"{{z}}.softmax({c})"]
+    texts += ["{z}.cumsum(0)", f"{{z}} - {{z}}.logsumexp({c}, keepdim=True)", f"{{z}}.softmax({c}).log()"]
     texts += [f"{{z}} - {{z}}.amax({c}, keepdim=True)", f"{{z}} * ({{y}} >= 0).unsqueeze({c})", "{z} + {z}"]
     texts += ["{z} * {z}", "{z}.clamp(-1, 1)", "F.relu({z})", f"{{z}}.flip({c})", f"{{z}}.roll(1, {c})", "1 - {z}"]
     texts += [f"{{z}} * {z.vector('b')}", "{z} + h.sum()", f"{{z}} + {{z}}.sum({c}, keepdim=True)", "{z}.exp()"]
@@ -281,7 +299,12 @@ class _Writer:
             self.lines.append("h, y = h.transpose(0, 1), y.t()")
         if self.chance(25):
             self.lines.append(
-                self.pick(["h = h.tanh()", "h = h * s", "h = h.detach()", "h = F.layer_norm(h, h.shape[-1:])"])
+                self.pick(
+                    [
+                        *("h = h.tanh()", "h = h * s", "h = h.detach()", "h = F.layer_norm(h, h.shape[-1:])"),
+                        *("h = h + F.embedding(y.clamp(min=0), w)", "h = F.linear(h, w[: h.size(-1)])"),
+                    ]
+                )
             )
         if self.chance(25):
             statement, V = self.pick(
@@ -330,7 +353,8 @@ class _Writer:
             text, z = self.pick(others)
         else:
             text = self.pick(plain)
-        self.lines.append(f"z = {text}")
+        self.lines += [f"z = {text}", "labels = y"]
+        self.start = Logits("z", "y", (*rows, V), dims, flat=False)
         return dataclasses.replace(z, flat=False) if "einsum" in text else z
 
     def links(self, z: Logits, most: int) -> Logits:
@@ -347,36 +371,30 @@ class _Writer:
             return after
         return z
 
-    def anchor(self, z: Logits) -> tuple[str, bool]:
+    def anchor(self, z: Logits, first: bool) -> tuple[str, bool]:
         """An expression that reads the logits, and whether it has a number for each row."""
         c, name = z.classes, z.z
         index = f"{z.y}.clamp(min=0).unsqueeze({c})"
         logp = self.pick(
-            [f"{name}.log_softmax({c})", f"F.log_softmax({name}, dim={c})", f"torch.log_softmax({name}, {c - z.dims})"]
+            [
+                *(f"{name}.log_softmax({c})", f"F.log_softmax({name}, dim={c})"),
+                *(f"torch.log_softmax({name}, {c - z.dims})", f"({name} - {name}.logsumexp({c}, keepdim=True))"),
+            ]
         )
+        by_hand = [logp, logp, logp, f"{name}.softmax({c}).log()", f"torch.log(F.softmax({name}, {c}) + 1e-3)"]
+        by_hand.append(f"({logp} * 0.5).clamp(min=-3)")
         gathered = self.pick(
             [f"{{}}.gather({c}, {index}).squeeze({c})", f"torch.take_along_dim({{}}, {index}, {c}).squeeze({c})"]
             + [f"{{}}[torch.arange({z.sizes[0]}), {z.y}.clamp(min=0)]"] * (z.dims == 2 and z.last)
         )
-        kind = self.pick(
-            ["cross_entropy"] * 4
-            + [
-                "nll_loss",
-                "gather",
-                "gather",
-                "logsumexp",
-                "difference",
-                "entropy",
-                "accuracy",
-                "probability",
-                "sum",
-                "max",
-            ]
-        )
+        kinds = ["cross_entropy"] * 4 + ["nll_loss", "gather", "gather", "logsumexp", "difference", "entropy", "sum"]
+        # no losses by themselves
+        kinds += ["accuracy", "probability", "max"] * (not first)
+        kind = self.pick(kinds)
         if kind in ("cross_entropy", "nll_loss"):
-            return self.loss(z, kind, logp)
+            return self.loss(z, kind, self.pick(by_hand))
         expressions = {
-            "gather": [gathered.format(logp), gathered.format(f"(-{logp})")],
+            "gather": [gathered.format(self.pick(by_hand)), gathered.format(f"(-{logp})")],
             "logsumexp": [
                 f"{name}.logsumexp({c})",
                 f"torch.logsumexp({name}, dim={c})",
@@ -396,8 +414,9 @@ class _Writer:
                 gathered.format(f"{name}.softmax({c})"),
                 gathered.format(f"{logp}.exp()"),
                 f"{gathered.format(logp)}.exp()",
+                f"{gathered.format(f'{name}.softmax({c})')}.log()",
             ],
-            "sum": [f"{logp}.sum({c})", f"{logp}.sum({c}) / {z.V}"],
+            "sum": [f"{logp}.sum({c})", f"{logp}.sum({c}) / {z.V}", f"{logp}.mean({c})", f"(-{logp}).mean(dim={c})"],
             "max": [
                 f"{name}.detach().amax({c})",
                 f"{name}.detach().max({c}).values",
@@ -432,9 +451,13 @@ class _Writer:
     def term(self, i: int, z: Logits) -> str:
         """A loss: one or more statements that end with one for the variable `l{i}`."""
         if self.chance(25):
-            self.lines.append(f"z{i}, y{i} = {z.z}, {z.y}")
-            z = self.links(dataclasses.replace(z, z=f"z{i}", y=f"y{i}"), 2)
-        expression, per_row = self.anchor(z)
+            given, values = z, f"{z.z}, {z.y}"
+            if i and self.chance(50):  # another head over the same hidden states and weight
+                text = self.pick(["F.linear(h, w)", "F.linear(h * 0.5, w)", "F.linear(h, w.detach())", "h @ w.t()"])
+                given, values = self.start, f"{text}, labels"
+            self.lines.append(f"z{i}, y{i} = {values}")
+            z = self.links(dataclasses.replace(given, z=f"z{i}", y=f"y{i}"), 2)
+        expression, per_row = self.anchor(z, first=not i)
         name = f"l{i}"
         self.lines.append(f"{name} = {expression}")
         if not per_row:
@@ -507,17 +530,20 @@ def programs(draw) -> Program:
                 "z.shape[0] * s",
                 "z.detach()",
                 f"z.log_softmax({z.classes})",
-                f"z.log_softmax({z.classes}).mean({z.classes})",
+                f"z.softmax({z.classes}).log().sum({z.classes})",
+                f"z.exp().sum({z.classes}).log()",
             ]
         )
         w.lines.append(f"l9 = {extra}")
         names.append("l9")
-    if w.chance(10):
+    if changes := w.chance(10):
         w.change(w.pick([headed, linked, len(w.lines)]), z)
     scalars = w.chance(70)
     result = " + ".join(f"{n}.sum()" for n in names) if scalars else "(" + ", ".join(names) + ",)"
     grads = tuple(n for n in "hwbsu" if w.chance(25 if n == "u" else 80))
-    return Program((B, T, H, V), grads, w.chance(10), w.number(0, 99), tuple(w.lines), result)
+    # a function that changes its arguments in place can't be checkpointed
+    checkpointed = w.chance(10) and not changes
+    return Program((B, T, H, V), grads, w.chance(10), checkpointed, w.number(0, 99), tuple(w.lines), result)
 
 
 def holds_logits(graph: torch.fx.Graph, size: int) -> list[torch.fx.Node]:
@@ -551,12 +577,15 @@ def run(program: Program) -> str:
     assert_same(actual, expected, 1e-10)
     assert all(reason is None or isinstance(reason, Reason) for reason in actual.reasons)
     fired = [site for site in actual.sites if site.reason is None]
-    before, after = texts[-1]  # AOTAutograd compiles again where its first try turns out to be of the wrong kind
+    # AOTAutograd compiles again where its first try turns out to be of the wrong kind; a checkpoint's body comes first
+    last = -2 if program.checkpoint else -1
+    before, after = texts[last]
     assert bool(fired) == ("row_stats" in after), f"the report is not what the graph is: {actual.sites}\n{after}"
     assert fired or before == after, f"changed, though nothing is rewritten:\n{before}\n{after}"
     B, T, _, V = program.sizes
-    if fired and len(fired) == len(actual.sites) and not program.dynamic:
-        made = holds_logits(graphs[-1][1], B * T * (V - 4))
+    # of two heads, one may have no loss
+    if fired and len(fired) == len(actual.sites) and not program.dynamic and ", labels" not in program.source:
+        made = holds_logits(graphs[last][1], B * T * (V - 4))
         assert not made, f"logits are still there: {made}"
     return "rewritten" if fired else "left alone" if actual.sites else "no loss found"
 
@@ -581,4 +610,4 @@ def test_random_training_functions():
     examples()
     print(dict(became))
     assert became["rewritten"] >= 0.5 * became.total(), became
-    assert became["fails in eager mode"] < 0.1 * became.total(), became
+    assert became["fails in eager mode"] < 0.2 * became.total(), became

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+from collections.abc import Callable
 
 import torch
 from torch.fx.node import Node
@@ -19,12 +20,13 @@ from ..explain import Reason, Site, given_by, given_to, record, record_graph, wh
 from ..runtime import Want
 from . import anchors
 from .anchors import NO_LABEL, Reader, Rows
-from .chain import Head, Place, follow, head_of, on_hidden
+from .chain import EXP, Head, Place, calls, follow, head_of, on_hidden
 from .graph import (
     Changes,
     Refused,
     backward_of,
     insert,
+    is_number,
     name,
     same,
     switches_before,
@@ -74,7 +76,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
     sites: list[Site] = []
     heads: dict[Node, tuple[Head, list[Site]]] = {}
     for node in graph.nodes:
-        if node.op in ("call_function", "call_method") and node.target in anchors.LOSSES:
+        if anchors.is_loss(node):
             sites.append(site := Site(where(node), anchors.describe(node)))
             try:
                 head = head_of(anchors.logits_of(node))
@@ -133,7 +135,7 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
     places = {head.node: Place(head.node)}
     readers: dict[Node, Reader] = {}
     returned: list[Place] = []
-    unknown: list[tuple[Node, Refused]] = []
+    unknown: list[tuple[Node, Place, Refused]] = []
     for node in (waiting := [head.node]):
         for user in node.users:
             if user.op == "output":
@@ -141,20 +143,27 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
                     raise Refused(Reason.RETURNED, given_to(head.node))
                 returned.append(places[node])
                 continue
-            if found := anchors.read(places[node], user):
+            if not places[node].pieces and (found := anchors.read(places[node], user)):
                 readers |= {reader.node: reader for reader in found}
                 continue
             try:
                 places[user] = follow(places[node], user)
                 waiting.append(user)
             except Refused as refused:
-                unknown.append((user, refused))
-    for user, refused in unknown:
+                unknown.append((user, places[node], refused))
+    refusals = []
+    for user, place, refused in unknown:
         reader = anchors.entropy(user, places)
-        if reader is None:
-            own = refused.reason in (Reason.READER, Reason.ADAPTER) or _leads_to_loss(user)
-            raise refused if own else Refused(Reason.READER, f"{name(user)}, {where(user)}")
-        readers[reader.node] = reader
+        if reader is not None:
+            readers[reader.node] = reader
+        elif (place.kind == "p" or calls(user, EXP)) and (place.after or _leads_to(user, anchors.is_by_hand)):
+            refusals.append(Refused(Reason.BY_HAND, f"{name(user)}, {where(user)}"))
+        elif refused.reason in (Reason.READER, Reason.ADAPTER) or _leads_to(user, anchors.is_loss):
+            refusals.append(refused)
+        else:
+            refusals.append(Refused(Reason.READER, f"{name(user)}, {where(user)}"))
+    if refusals:
+        raise next((refused for refused in refusals if refused.reason is Reason.BY_HAND), refusals[0])
 
     groups: list[_Group] = []
     for reader in sorted(readers.values(), key=lambda r: changes.position[r.node]):
@@ -164,12 +173,12 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
     return groups, returned
 
 
-def _leads_to_loss(node: Node) -> bool:
+def _leads_to(node: Node, loss: Callable[[Node], bool]) -> bool:
     """Whether a loss reads what a node makes: then the node stands in the way, else it is a reader of its own."""
     seen, stack = set(), [node]
     while stack:
         user = stack.pop()
-        if user.target in anchors.LOSSES:
+        if loss(user):
             return True
         seen.add(user)
         stack += user.users.keys() - seen
@@ -181,7 +190,7 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
     places = [reader.place for group in groups for reader in group.readers]
     shifts = [place.shift for place in places if place.shift is not None]
     inputs = [n for n in (head.hidden, head.weight, head.bias, *shifts) if n is not None]
-    inputs += [factor for place in places for factor, _ in place.factors]
+    inputs += [factor for place in places for factor, _ in place.factors if not is_number(factor)]
     others = [n for group in groups for n in (group.target, group.class_weight) if n is not None]
     logits, weight = value(head.node), value(head.weight)
     biases = {value(n).dtype for n in (head.bias, *shifts) if n is not None} or {None}
@@ -202,7 +211,8 @@ def _check(head: Head, groups: list[_Group], changes: Changes) -> None:
             _check_grad_mode(head, group, changes)
         others = [n for n in (group.target, group.class_weight) if n is not None]
         for reader in group.readers:
-            nodes = [*inputs, *head.seen, head.node, *reader.place.links, *reader.inner]
+            indices = [n for n in reader.place.inputs if not is_number(n)]
+            nodes = [*inputs, *indices, *head.seen, head.node, *reader.place.links, *reader.inner]
             # row_stats reads the head's inputs where the first reader stands, so nothing may change them on the way
             changes.check(nodes, first, reader.node, but=_in_place_links(head, reader.place))
             changes.check(others, group.at, reader.node)
@@ -340,7 +350,7 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     # they may be what another reader (an argmax) made
     place, target, class_weight = group.place, written.get(target, target), written.get(class_weight, class_weight)
     shift, factors = written.get(place.shift, place.shift), [written.get(n, n) for n, _ in place.factors]
-    factors = [insert(group.at, n, "reshape", n, ()) if value(n).dim() else n for n in factors]
+    factors = [n if is_number(n) or not value(n).dim() else insert(group.at, n, "reshape", n, ()) for n in factors]
     h = on_hidden(place, head, group.at)
     dims, V, dtype = value(h).dim(), value(head.node).shape[-1], value(head.node).dtype
     source = group.readers[0].node
@@ -372,7 +382,7 @@ def _write(head: Head, group: _Group, how: tuple[int, str], changes: Changes, wr
     inputs = (h, head.weight, head.bias, shift, factors, target, class_weight)
     stats = write(group.at, statistics, *inputs, source=source)
     # the examples of new nodes don't say it: they are made in the grad mode that the pass runs in
-    graded = [head.hidden, head.weight, head.bias, place.shift, *(n for n, _ in place.factors)]
+    graded = [head.hidden, head.weight, head.bias, place.shift, *(n for n in factors if not is_number(n))]
     requires_grad = any(n is not None and value(n).requires_grad for n in graded)
     for reader in group.readers:
         shape = value(reader.node).shape

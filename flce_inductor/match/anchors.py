@@ -11,12 +11,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.node import Node
+from torch.fx.node import Node, map_arg
 
 from ..explain import Reason
 from ..losses import REDUCTIONS, Loss
 from ..runtime import Want
-from .chain import Place, calls, full_index, operand, reduced_dim
+from .chain import (
+    EXP,
+    LOG,
+    LOG_SOFTMAX,
+    LOGSUMEXP,
+    SOFTMAX,
+    Place,
+    adds_dimensions,
+    calls,
+    first_input,
+    operand,
+    passes_on,
+    reduced_dim,
+)
 from .graph import Refused, name, same, value
 
 NO_LABEL = -(2**62)  # an ignore_index that no label has
@@ -66,7 +79,6 @@ class Reader:
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _NLL_LOSS = inspect.signature(F.nll_loss)
-_LOGSUMEXP = {torch.logsumexp, "logsumexp"}
 _ARGMAX = {torch.argmax, "argmax"}
 _MAX = {torch.max, "max"}
 _AMAX = {torch.amax, "amax"}
@@ -74,8 +86,10 @@ _GATHER = {torch.gather, "gather"}
 _TAKE = {torch.take_along_dim, "take_along_dim"}
 _SUM = {torch.sum, "sum"}
 _MUL = {operator.mul, torch.mul, "mul"}
+_MEAN = {torch.mean, "mean"}
 # where a search for heads begins
-LOSSES = {F.cross_entropy, F.log_softmax, torch.log_softmax, "log_softmax", *_LOGSUMEXP}
+_LOSSES = {F.cross_entropy, *LOG_SOFTMAX, *LOGSUMEXP}
+_EXPONENTIALS = {*SOFTMAX, *EXP}
 
 
 def _arguments(signature: inspect.Signature, node: Node) -> dict[str, Any]:
@@ -85,8 +99,28 @@ def _arguments(signature: inspect.Signature, node: Node) -> dict[str, Any]:
     return call.arguments
 
 
+def is_loss(node: Node) -> bool:
+    """Whether a search for heads begins at a node."""
+    return calls(node, _LOSSES) or is_by_hand(node)
+
+
+def is_by_hand(node: Node) -> bool:
+    """Whether a node is the logarithm of what softmax or exp makes."""
+    return calls(node, LOG) and _exponentials(node) is not None
+
+
+def _exponentials(log: Node) -> Node | None:
+    """The softmax or exp whose values a logarithm is taken of, be it of all, of the labels', or of their sum."""
+    node = first_input(log)
+    while node is not None and not calls(node, _EXPONENTIALS):
+        node = first_input(node) if passes_on(node) or calls(node, _SUM | _GATHER | _TAKE) else None
+    return node
+
+
 def logits_of(node: Node) -> Any:
-    """What one of LOSSES reads."""
+    """What a loss reads."""
+    if calls(node, LOG):
+        node = _exponentials(node)
     logits = _arguments(_CROSS_ENTROPY, node)["input"] if node.target is F.cross_entropy else operand(node)
     if not isinstance(logits, Node):
         raise Refused(Reason.NO_HEAD)
@@ -97,7 +131,8 @@ def describe(node: Node) -> str:
     """A loss in the words of the report."""
     if node.target is F.cross_entropy:
         return f"cross_entropy({_arguments(_CROSS_ENTROPY, node)['reduction']})"
-    return node.target if isinstance(node.target, str) else node.target.__name__
+    called = node.target if isinstance(node.target, str) else node.target.__name__
+    return f"log of {describe(_exponentials(node))}" if calls(node, LOG) else called
 
 
 def read(place: Place, user: Node) -> list[Reader]:
@@ -107,13 +142,15 @@ def read(place: Place, user: Node) -> list[Reader]:
         if args["input"] is not place.node:
             raise Refused(Reason.CLASS_PROBABILITIES)
         return [_loss(user, place, args)] if place.kind == "logits" else []
-    if user.target is F.nll_loss and user.op == "call_function" and place.kind == "logp" and place.sign == 1:
+    if calls(user, {F.nll_loss}) and place.sign == 1 and (place.kind == "logp" or place.after):
         args = _arguments(_NLL_LOSS, user)
         return [_loss(user, place, {**args, "label_smoothing": 0.0})]
     if not user.args or user.args[0] is not place.node or "out" in user.kwargs:
         return []
+    if place.after:
+        return _of_labels(user, place)
     over_classes = place.over_classes(reduced_dim(user))
-    if calls(user, _LOGSUMEXP) and place.kind == "logits" and over_classes:
+    if calls(user, LOGSUMEXP) and place.kind == "logits" and over_classes:
         return [Reader(user, place, "logsumexp", lambda r: r.lse)]
     if calls(user, _ARGMAX) and place.sign == 1 and over_classes:
         return [_argmax(user, place)]
@@ -123,10 +160,16 @@ def read(place: Place, user: Node) -> list[Reader]:
         return [_argmax(x, place, user) if x.args[1] else _largest(x, place, user) for x in user.users]
     if calls(user, _AMAX) and place.sign == 1 and over_classes:
         return [_largest(user, place)]
-    if calls(user, _SUM) and place.kind == "logp" and over_classes and "dtype" not in user.kwargs:
+    if calls(user, _SUM | _MEAN) and place.kind == "logp" and over_classes and _widens(user, place):
         sign = place.sign
-        code = lambda r: sign * (r.zsum - r.V * r.lse)  # noqa: E731
-        return [Reader(user, place, "sum of log_softmax", code, want=Want(zsum=True))]
+        if calls(user, _SUM):
+            return [Reader(user, place, "sum", lambda r: sign * (r.zsum - r.V * r.lse), want=Want(zsum=True))]
+        return [Reader(user, place, "mean", lambda r: sign * (r.zsum / r.V - r.lse), want=Want(zsum=True))]
+    return _of_labels(user, place)
+
+
+def _of_labels(user: Node, place: Place) -> list[Reader]:
+    """The reader of one element in each row that a user is, or none."""
     index = _gathered(user, place)
     if index is not None:
         return [_at_label(user, place, index, wraps=False)]
@@ -135,6 +178,12 @@ def read(place: Place, user: Node) -> list[Reader]:
         fixed = tuple(n for n in user.args[1][:-1] if isinstance(n, Node))
         return [_at_label(user, place, index, wraps=True, fixed=fixed)]
     return []
+
+
+def _widens(total: Node, place: Place) -> bool:
+    """Whether a sum or mean has the dtype of what it sums, or one that is no more exact than the statistics."""
+    before, after = value(place.node).dtype, value(total).dtype
+    return after == before or (before.itemsize == 2 and after == torch.float32)
 
 
 def _argmax(node: Node, place: Place, *inner: Node) -> Reader:
@@ -181,11 +230,19 @@ def _loss(node: Node, place: Place, args: dict[str, Any]) -> Reader:
     ):
         raise Refused(Reason.CLASS_WEIGHT)
     loss = Loss(args["reduction"], args["ignore_index"], float(args["label_smoothing"]))
+
+    def nll(r: Rows) -> Tensor:
+        if not place.after:
+            return r.nll
+        valid = torch.ne(r.target, loss.ignore_index)
+        # an ignored row's nll is 0, of a probability of 1, where not everything has a finite derivative
+        return torch.where(valid, -_at(place, torch.where(valid, r.nll, 1.0)), 0.0)
+
     return Reader(
         node,
         place,
         f"{node.target.__name__}({loss.reduction})",
-        lambda r: loss(r.nll, r.lse, r.zsum, r.target, r.class_weight, r.V),
+        lambda r: loss(nll(r), r.lse, r.zsum, r.target, r.class_weight, r.V),
         target=args["target"],
         class_weight=class_weight,
         ignore_index=loss.ignore_index,
@@ -231,10 +288,8 @@ def _counts(index: Any, lead: Any, dim: int) -> bool:
     if value(index).dtype != torch.int64:  # a mask, say
         return False
     while name(index) in ("view", "reshape", "unsqueeze", "getitem") and index.args:
-        if name(index) == "getitem":
-            entries = full_index(index.args[1], value(index.args[0]).dim())
-            if entries is None or any(entry not in (None, slice(None)) for entry in entries):
-                return False
+        if name(index) == "getitem" and not adds_dimensions(index):
+            return False
         index = index.args[0]
     given = index.kwargs.keys() - {"device", "dtype"}
     start, step = (index.args[0], index.args[2:]) if len(index.args) > 1 else (0, ())
@@ -245,17 +300,28 @@ def _at_label(node: Node, place: Place, index: Node, wraps: bool, fixed: tuple[N
     """The logit at a label of each row, or its log-probability, or its probability."""
     if value(index).dtype != torch.int64:
         raise Refused(Reason.TARGET_DTYPE, str(value(index).dtype))
-    sign = place.sign
-    says, code = {
-        "logits": ("logits of labels", lambda r: r.lse - r.nll),
-        "logp": ("log-probabilities of labels", lambda r: -sign * r.nll),
-        "p": ("probabilities of labels", lambda r: torch.exp(-r.nll)),
-    }[place.kind]
-    return Reader(node, place, says, code, target=index, wraps=wraps, fixed=fixed)
+    if place.kind == "logits":
+        return Reader(node, place, "logits of labels", lambda r: r.lse - r.nll, target=index, wraps=wraps, fixed=fixed)
+    says = "log-probabilities of labels" if place.kind == "logp" else "probabilities of labels"
+    return Reader(node, place, says, lambda r: _at(place, r.nll), target=index, wraps=wraps, fixed=fixed)
+
+
+def _at(place: Place, nll: Tensor) -> Tensor:
+    """What a place that holds (log-)probabilities has at the label of each row, from the label's nll."""
+    x = -place.sign * nll if place.kind == "logp" else torch.exp(-nll)
+    for node in place.after:
+        # in the dtype that it had there: what underflows has an infinite logarithm
+        x = x.to(value(first_input(node)).dtype)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda _, x=x: x)
+        x = node.target(*args, **kwargs) if node.op == "call_function" else getattr(x, node.target)(*args[1:], **kwargs)
+    return x
 
 
 def entropy(user: Node, places: dict[Node, Place]) -> Reader | None:
-    """sum(p * z) or sum(p * log p) over the classes, for p = softmax of the same logits."""
+    """sum(p * z) or sum(p * log p) over the classes, for p = softmax of the same logits.
+
+    Not for the logarithm of softmax: 0 log 0 is NaN, and the statistics don't tell whether a probability is 0.
+    """
     if not calls(user, _MUL) or len(user.args) != 2 or user.kwargs or not all(a in places for a in user.args):
         return None
     p, other = sorted((places[a] for a in user.args), key=lambda place: place.kind != "p")
@@ -263,6 +329,8 @@ def entropy(user: Node, places: dict[Node, Place]) -> Reader | None:
         return None
     # of the same rows, but not every row with every other, and with a gradient through both factors or none
     if not same(value(p.node).shape, value(other.node).shape) or p.detached != other.detached:
+        return None
+    if p.after or other.after:
         return None
     (total,) = user.users
     if not calls(total, _SUM) or not other.over_classes(reduced_dim(total)) or "dtype" in total.kwargs:

@@ -8,6 +8,7 @@ dimension whole and last.
 - The class dimension may move, as cross_entropy takes [B, V, T]: the hidden states' last dimension moves with it.
 - A link that maps every logit alike (a scale, a softcap, a cast up) becomes the epilogue of the row statistics.
 - log_softmax changes what the values mean: from there on a reader reads log-probabilities.
+- What is done to each probability by itself (log(p + eps)) is done to the label's alone, if no other is read.
 
 `head_of` walks from a reader back to its head, `follow` from a place where the logits, or what softmax makes of them,
 stand in the graph to the next; both refuse what they don't know.
@@ -24,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.node import Node, map_arg
 
-from ..explain import Reason
+from ..explain import Reason, where
 from ..kernels import IDENTITY, Epilogue
-from .graph import Refused, insert, name, same, value
+from .graph import Refused, insert, is_number, mutated, name, same, value
 
 # the parameters of what a head may call, in their order
 _HEADS = {
@@ -37,22 +38,27 @@ _HEADS = {
     "addmm": ("input", "mat1", "mat2"),
 }
 _CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as"}
-_TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "permute"}
+_TRANSPOSES = {"t", "getattr T", "getattr mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"}
+_SPLITS = {"split", "chunk", "tensor_split", "unbind"}
 _SAME_ROWS = {*_CASTS, "contiguous", "clone", "detach", "view", "reshape", "flatten", "squeeze", "unsqueeze"}
-_ROWS = {"getitem", "narrow", "select", *_TRANSPOSES}
+_ROWS = {"getitem", "index_select", "narrow", "select", *_TRANSPOSES, *_SPLITS}
 # one name for each arithmetic operation; the in-place ones change logits that nobody else sees
 _ARITHMETIC = {
-    **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, "mul", "mul_")},
-    **{f: "div" for f in (operator.truediv, operator.itruediv, torch.div, torch.true_divide, "div", "div_")},
+    **{f: "mul" for f in (operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "multiply", "mul_")},
+    **{f: "div" for f in (operator.truediv, operator.itruediv, torch.div, torch.divide, "div", "divide", "div_")},
+    **{f: "div" for f in (torch.true_divide, "true_divide")},
     **{f: "add" for f in (operator.add, operator.iadd, torch.add, "add", "add_")},
-    **{f: "sub" for f in (operator.sub, operator.isub, torch.sub, "sub", "sub_")},
-    **{f: "neg" for f in (operator.neg, torch.neg, "neg")},
+    **{f: "sub" for f in (operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "subtract", "sub_")},
+    **{f: "neg" for f in (operator.neg, torch.neg, torch.negative, "neg", "negative")},
     **{f: "tanh" for f in (torch.tanh, F.tanh, "tanh", "tanh_")},
     **{f: "sigmoid" for f in (torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_")},
 }
-_LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, "log_softmax"}
-_SOFTMAX = {F.softmax, torch.softmax, "softmax"}
-_EXP = {torch.exp, "exp"}
+LOG_SOFTMAX = {F.log_softmax, torch.log_softmax, torch.special.log_softmax, "log_softmax"}
+SOFTMAX = {F.softmax, torch.softmax, torch.special.softmax, "softmax"}
+EXP = {torch.exp, "exp"}
+LOG = {torch.log, "log"}
+LOGSUMEXP = {torch.logsumexp, torch.special.logsumexp, "logsumexp"}
+_CLAMPS = {torch.clamp, torch.clip, torch.clamp_min, "clamp", "clip", "clamp_min"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +89,10 @@ class Place:
     to here. steps: the calls (link, target, args, kwargs) that make the hidden states of these rows from the head's.
     rows: what selected or moved rows, or cut classes off; places with equal ones hold the same rows in the same order.
     classes: which dimension the classes are, counted from the end. detached: no gradient comes back from here. factors:
-    scalar tensors that multiply the logits, or divide them if True stands with them. shift: a tensor [V] that is added
-    to them (a bias that isn't the head's), times shift_scale, before the factors.
+    scalar tensors, or numbers that are no constants, which multiply the logits, or divide them if True stands with
+    them. shift: a tensor [V] that is added to them (a bias that isn't the head's), times shift_scale, before the
+    factors. after: links that change each (log-)probability by itself, all of which follow those that give it. pieces:
+    whether the node is a tuple of pieces of the rows.
     """
 
     node: Node
@@ -99,6 +107,8 @@ class Place:
     kind: str = "logits"
     sign: int = 1
     detached: bool = False
+    after: tuple[Node, ...] = ()
+    pieces: bool = False
 
     @property
     def key(self) -> tuple:
@@ -124,6 +134,16 @@ class Place:
         return type(dim) is int and dim % dims == dims + self.classes
 
 
+def first_input(node: Node) -> Node | None:
+    """The first tensor among a call's arguments."""
+    return next(iter(node.all_input_nodes), None)
+
+
+def passes_on(node: Node) -> bool:
+    """Whether a node is a link, as far as its name says: its first input is what it works on."""
+    return name(node) in _SAME_ROWS | _ROWS or calls(node, {*_ARITHMETIC, *_CLAMPS})
+
+
 def calls(node: Node, targets: set) -> bool:
     """Whether a node calls one of these functions, or methods of these names."""
     return node.op in ("call_function", "call_method") and node.target in targets
@@ -147,7 +167,7 @@ def head_of(node: Node) -> Head:
             return head
         if calls(node, _ARITHMETIC):
             node = _larger_operand(node)
-        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, _LOG_SOFTMAX)) and operand(node) is not None:
+        elif (name(node) in _SAME_ROWS | _ROWS or calls(node, LOG_SOFTMAX | SOFTMAX)) and operand(node) is not None:
             node = operand(node)
         else:
             raise Refused(Reason.LINK, name(node))
@@ -264,7 +284,12 @@ def _flat(args: Any) -> list[Any]:
 def follow(place: Place, node: Node) -> Place:
     """The place that node makes of its operand at `place`, or refuse."""
     called = name(node)
-    before, after = value(place.node), value(node)
+    if place.pieces:
+        return _piece(place, node)
+    before = value(place.node)
+    if called in _SPLITS and node.args and node.args[0] is place.node:
+        return _pieces(place, called, node)
+    after = value(node)
     if "out" in node.kwargs:
         raise Refused(Reason.LINK, f"{called} with out=")
     if before.device != after.device or not before.dim() or not after.dim():
@@ -273,16 +298,22 @@ def follow(place: Place, node: Node) -> Place:
     here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
     # the head rounds the logits once; a narrower dtype behind it would round them again
     widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
-    if calls(node, _LOG_SOFTMAX | _SOFTMAX):
+    if calls(node, LOG_SOFTMAX | SOFTMAX):
         if place.kind == "logits" and widened and place.over_classes(reduced_dim(node)):
-            return dataclasses.replace(here, kind="logp" if calls(node, _LOG_SOFTMAX) else "p")
-    elif calls(node, _EXP):
-        if place.kind == "logp" and place.sign == 1:
+            return dataclasses.replace(here, kind="logp" if calls(node, LOG_SOFTMAX) else "p")
+    elif calls(node, EXP):
+        if place.kind == "logp" and place.sign == 1 and not place.after:
             return dataclasses.replace(here, kind="p")
     elif calls(node, _ARITHMETIC):
         if not same(before.shape, after.shape):
             raise Refused(Reason.LINK, f"{called} of shapes {tuple(before.shape)} and {tuple(after.shape)}")
+        lse = _own_lse(place, node)
+        if lse is not None:
+            return dataclasses.replace(here, links=(*place.links, *lse, node), kind="logp")
         return _arithmetic(here, place.node, node)
+    elif calls(node, LOG | _CLAMPS):
+        if place.kind != "logits" and node.all_input_nodes == [place.node] and after.dtype == before.dtype:
+            return dataclasses.replace(here, after=(*place.after, node))
     elif node.args and node.args[0] is place.node:
         if called in _CASTS:
             if widened and same(before.shape, after.shape):
@@ -292,6 +323,39 @@ def follow(place: Place, node: Node) -> Place:
             if moved is not None:
                 return moved
     raise Refused(Reason.LINK, called)
+
+
+def _pieces(place: Place, called: str, node: Node) -> Place:
+    """The place of a node that splits the rows."""
+    dim = reduced_dim(node, 1 if called == "unbind" else 2)
+    if not isinstance(dim, (int, type(None))) or place.over_classes(dim or 0):
+        raise Refused(Reason.LINK, f"{called} of the classes")
+    if not all(is_number(n) for n in node.all_input_nodes if n is not place.node):
+        raise Refused(Reason.LINK, f"{called} at a tensor of indices")
+    step = (node, node.target, node.args[1:], node.kwargs)
+    return dataclasses.replace(place, node=node, links=(*place.links, node), steps=(*place.steps, step), pieces=True)
+
+
+def _piece(place: Place, node: Node) -> Place:
+    """The place of one of the pieces that a node split rows into."""
+    split = place.node
+    (_, _, args, kwargs), before, after = place.steps[-1], value(split.args[0]), value(node)
+    if name(node) != "getitem" or type(node.args[1]) is not int:
+        raise Refused(Reason.LINK, name(node))
+    classes = place.classes
+    if after.dim() < before.dim():  # unbind
+        classes += (args[0] if args else kwargs.get("dim", 0)) % before.dim() > before.dim() + classes
+    moved = f"{name(split)} {args} {kwargs} {node.args[1]}", f"{[*before.shape]}"
+    return dataclasses.replace(
+        place,
+        node=node,
+        links=(*place.links, node),
+        steps=(*place.steps, (node, operator.getitem, (node.args[1],), {})),
+        rows=(*place.rows, moved),
+        classes=classes,
+        detached=place.detached or (before.requires_grad and not after.requires_grad),
+        pieces=False,
+    )
 
 
 def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, after: torch.Tensor) -> Place | None:
@@ -309,6 +373,10 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
             target, args = "reshape", tuple(_flat(args)[:-1])
             if kwargs or len(args) + 1 != after.dim():  # a dtype, or a size as one object
                 return None
+    elif called == "getitem" and classes == -1 and _selects_rows(dim, dims):
+        moved = f"{dim}"
+    elif called == "index_select" and type(dim) is int and dim % dims != position:
+        moved = f"{called} {args} {kwargs}"
     elif called == "getitem" and (index := full_index(dim, dims)) is not None:
         at = [i for i, entry in enumerate(index) if entry is not None][position]
         cut = _cuts(index[at])
@@ -322,6 +390,13 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
         if index[at] != slice(None):
             return None
         classes = -1 - sum(type(entry) is not int for entry in index[at + 1 :])
+    elif called == "squeeze" and dim is None:
+        # the hidden states' last dimension may be 1, so it is said which
+        ones = tuple(d for d, size in enumerate(before.shape) if type(size) is int and size == 1 and d != position)
+        if len(ones) != dims - after.dim():
+            return None
+        args = (ones,)
+        classes += sum(d > position for d in ones)
     elif called in ("narrow", "select", "squeeze") and type(dim) is int and dim % dims != position:
         moved = None if called == "squeeze" else f"{called} {args} {kwargs}"
         classes += (dims - after.dim()) * (dim % dims > position)
@@ -340,6 +415,23 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
     return dataclasses.replace(here, classes=classes, rows=rows, steps=steps)
 
 
+def _selects_rows(index: Any, dims: int) -> bool:
+    """Whether an index has tensors of positions in it, and leaves the last dimension alone.
+
+    No masks: the graph asks the logits for the number of rows that they select.
+    """
+    index = index if isinstance(index, tuple) else (index,)
+    tensors = [i for i in index if isinstance(i, Node)]
+    if not tensors or not all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index if i not in tensors):
+        return False
+    if any(is_number(i) or value(i).dtype != torch.int64 for i in tensors):
+        return False
+    used = sum(i is not None and i is not Ellipsis for i in index)
+    if used < dims and (Ellipsis not in index or index[-1] is Ellipsis):
+        return True
+    return used <= dims and index[-1] == slice(None)
+
+
 def _order(called: str, node: Node, dims: int) -> list[int] | None:
     """The order in which a node puts the dimensions of its operand."""
     if called in ("t", "getattr T", "getattr mT"):
@@ -352,7 +444,10 @@ def _order(called: str, node: Node, dims: int) -> list[int] | None:
         return given
     order = list(range(dims))
     i, j = given
-    order[i], order[j] = order[j], order[i]
+    if called in ("movedim", "moveaxis"):
+        order.insert(j, order.pop(i))
+    else:
+        order[i], order[j] = order[j], order[i]
     return order
 
 
@@ -384,9 +479,11 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     if node.kwargs or len(others) + (does not in ("neg", "tanh", "sigmoid")) > 2 or node.args.count(operand) != 1:
         raise refused
     if here.kind != "logits":
-        if here.kind != "logp" or does != "neg":
+        if here.kind == "logp" and does == "neg" and not here.after:
+            return dataclasses.replace(here, sign=-here.sign)
+        if does in ("tanh", "sigmoid") or any(isinstance(other, Node) for other in others) or any(mutated(node)):
             raise refused
-        return dataclasses.replace(here, sign=-here.sign)
+        return dataclasses.replace(here, after=(*here.after, node))
     function, scale, shift, cap = here.epilogue
     if does in ("tanh", "sigmoid"):
         if function or not others == []:
@@ -400,6 +497,10 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     else:
         raise refused
     first = node.args[0] is operand or does in ("add", "mul")
+    if isinstance(other, Node) and is_number(other):
+        if does not in ("mul", "div") or function or shift or not first or value(operand).dtype == torch.float16:
+            raise Refused(Reason.SYMBOLIC_NUMBER, f"{name(node)}, {where(node)}")
+        return dataclasses.replace(here, factors=(*here.factors, (other, does == "div")))
     if isinstance(other, Node):
         return _tensor_operand(here, does, other, first, refused)
     if isinstance(other, bool) or not isinstance(other, (int, float)) or not math.isfinite(other) or not first:
@@ -420,6 +521,29 @@ def _arithmetic(here: Place, operand: Node, node: Node) -> Place:
     if abs(shift) > 1e30:
         raise refused
     return dataclasses.replace(here, epilogue=Epilogue("", scale, shift, cap))
+
+
+def _own_lse(place: Place, node: Node) -> list[Node] | None:
+    """The nodes that make lse in `logits - lse(logits)`, which is log_softmax, or None if a node is something else."""
+    if _ARITHMETIC[node.target] != "sub" or len(node.args) != 2 or node.kwargs or place.kind != "logits":
+        return None
+    if node.args[0] is not place.node or not isinstance(lse := node.args[1], Node):
+        return None
+    one = list(value(place.node).shape)
+    one[place.classes] = 1
+    made = [lse]
+    if name(lse) == "unsqueeze" or (name(lse) == "getitem" and adds_dimensions(lse)):
+        made.append(lse := operand(lse))
+    if lse is None or not calls(lse, LOGSUMEXP) or operand(lse) is not place.node:
+        return None
+    fits = place.over_classes(reduced_dim(lse)) and same(value(made[0]).shape, one)
+    return made if fits and value(made[0]).requires_grad == value(place.node).requires_grad else None
+
+
+def adds_dimensions(node: Node) -> bool:
+    """Whether an index does nothing but add dimensions of size 1."""
+    index = full_index(node.args[1], value(node.args[0]).dim())
+    return index is not None and all(entry in (None, slice(None)) for entry in index)
 
 
 def _tensor_operand(here: Place, does: str, other: Node, first: bool, refused: Refused) -> Place:

@@ -39,8 +39,16 @@ def value(node: Any) -> torch.Tensor:
     return example
 
 
+def is_number(node: Node) -> bool:
+    """Whether a node is a number: one that is not a constant of the graph."""
+    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, int, float))
+
+
 # Only these functions have a short name: a user's function that is called "view" must not pass for torch's.
-_NAMES = "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes permute narrow select"
+_NAMES = (
+    "matmul mm addmm inner einsum reshape flatten squeeze unsqueeze t transpose swapaxes swapdims permute movedim"
+    " moveaxis narrow select index_select split chunk tensor_split unbind"
+)
 _FUNCTIONS: dict[Any, str] = {
     operator.getitem: "getitem",
     operator.matmul: "matmul",
