@@ -179,22 +179,28 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
         dweight,
         slab,
     )
-    _, grads = runtime.run(
-        h,
-        weight,
-        target,
-        bias,
-        class_weight,
-        _how(*how),
-        want=want,
-        saved=saved,
-        cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
-        program=program,
-        row_inputs=row_inputs,
-        needs=needs,
-        plan=_plan(vocabulary_major, accumulate),
-        into=into,
-    )
+    try:
+        _, grads = runtime.run(
+            h,
+            weight,
+            target,
+            bias,
+            class_weight,
+            _how(*how),
+            want=want,
+            saved=saved,
+            cotangents=Cotangents(g_nll, g_lse, g_zsum, g_pz),
+            program=program,
+            row_inputs=row_inputs,
+            needs=needs,
+            plan=_plan(vocabulary_major, accumulate),
+            into=into,
+        )
+    except Exception:
+        for x in stats:  # before torch 2.13 AOTInductor's code prints the error and goes on with what it finds here
+            if x.is_floating_point():
+                x.fill_(float("nan"))
+        raise
     own_dweight = grads.dweight if dweight is None else weight.new_empty(0)
     return own_dweight, grads.dbias, grads.unscale
 

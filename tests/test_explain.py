@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor import compile_fx
-from util import Reason, counters, fresh
+from util import Reason, collect, counters, fresh
 
 import flce_inductor
 
@@ -320,6 +320,15 @@ def test_options_of_a_compiled_function(how):
     step = torch.compile(small, options=options, dynamic=False, **how)
     (site,) = flce_inductor.explain(step, *data())
     assert site.reason is None and site.chunk_size == 3
+
+
+def test_each_collector_keeps_its_own():
+    with collect() as outer:
+        with collect() as inner:
+            pass
+        with fresh():
+            flce_inductor.explain(lambda h, w, t: plain_loss(F.linear(h, w), t), *data())
+    assert (len(outer), inner) == (1, [])
 
 
 def test_what_dynamo_starts_anew_counts_once():
