@@ -1229,6 +1229,22 @@ def test_chunks_in_checkpoints():
     check(checkpointed_chunks, *data(), reasons=[None, None])
 
 
+def test_reentrant_checkpoint():
+    """Its backward takes no list of inputs, so it is not check's."""
+
+    def fn(h, w, t):
+        return checkpoint(lambda h, w: CE(flat(linear(h.tanh(), w)), t.view(-1)), h, w, use_reentrant=True)
+
+    h, w, _, t = data(torch.float64)
+    fn(h, w, t).backward()
+    expected = [h.grad, w.grad]
+    h.grad = w.grad = None
+    with fresh(), util.collect() as sites:
+        torch.compile(fn, backend=TRACING, fullgraph=True)(h, w, t).backward()
+    assert [site.reason for site in sites] == [None]
+    torch.testing.assert_close([h.grad, w.grad], expected)
+
+
 def test_heads_over_views_of_one_weight():
     check(heads_over_views_of_one_weight, *data(), reasons=[None, None])
 
