@@ -1982,6 +1982,8 @@ def test_logarithm_of_a_probability_that_underflows(dtype):
 EXP_BY_HAND = programs("""
     z = flat(linear(h, w)); z.gather(1, t.view(-1, 1) % V).squeeze(1) - torch.log(torch.exp(z).sum(-1))
     z = flat(linear(h, w)); p = z.exp(); (p / p.sum(-1, keepdim=True)).log().gather(1, t.view(-1, 1) % V)
+    z = linear(h, w); z = z - z.max(-1, keepdim=True)[0]; z.gather(2, t[..., None] % V)[..., 0] - z.exp().sum(-1).log()
+    z = linear(h, w); z = z - z.amax(-1, True).detach(); (z - z.exp().sum(-1, True).log()).gather(2, t[..., None] % V)
     z = flat(linear(h, w)); p = z.softmax(-1); -(p * torch.log(p)).sum(-1)
     z = flat(linear(h, w)); p = z.softmax(-1); -(p * torch.log(p + 1e-3)).sum(-1)
     z = flat(linear(h, w)); z.softmax(-1).log().sum(-1), z.softmax(-1).log().gather(1, t.view(-1, 1) % V)
