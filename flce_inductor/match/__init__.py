@@ -292,7 +292,7 @@ def _trains(losses: list[Node]) -> bool:
 
 def _return_nan(head: Head, returned: list[Place]) -> None:
     """Return a NaN, expanded to the shape of the logits, in place of each of the returned."""
-    output = next(reversed(head.node.graph.nodes))
+    output = head.node.graph.output_node()
     for place in returned:
         logits = value(place.node)
         lead = [i for i in range(logits.dim()) if i != logits.dim() + place.classes]
