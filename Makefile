@@ -1,5 +1,6 @@
 # make test    a virtual environment, the test dependencies, ruff and the CPU tests
 # make demo    the same environment, then the demo (minutes; picture and numbers in demo_out/)
+# make matrix  the tests on every supported version of PyTorch, an environment each (an hour, and 20 GB of downloads)
 # make lint    ruff alone
 # make clean   removes the environment and everything built
 #
@@ -7,6 +8,7 @@
 #   make test TORCH=torch==2.11.0         another PyTorch
 #   make test PYTEST_ARGS="-k match -x"   some of the tests
 #   make test JOBS=8                      in as many processes
+#   make matrix VERSIONS="2.11.0 2.15.0"  some of the versions
 #   make demo DEMO_ARGS="--device cuda"   options of the demo (python -m flce_inductor.demo --help)
 
 PYTHON ?= python3
@@ -15,6 +17,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 JOBS ?= 2
 DEMO_ARGS ?=
+VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -23,7 +26,7 @@ export PIP_NO_INPUT := 1
 # Stamps: an environment is brought up to date only when what it was built from has changed.
 TORCH_STAMP := $(VENV)/.stamp-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
 
-.PHONY: help test demo lint clean
+.PHONY: help test matrix demo lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +57,14 @@ test: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu" $(PYTEST_ARGS)
 
+# Goes on after a version that fails; the table says what became of each.
+matrix:
+	@mkdir -p .matrix; for version in $(VERSIONS); do \
+	    $(MAKE) test TORCH=torch==$$version VENV=.matrix/$$version > .matrix/$$version.log 2>&1; \
+	    triton=$$(.matrix/$$version/bin/python -c 'import triton; print(triton.__version__)'); \
+	    echo "| $$version | $$triton | $$(grep -E '(passed|failed|error).* in ' .matrix/$$version.log | tr -d = | tail -1) |"; \
+	done
+
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)
 
@@ -61,5 +72,5 @@ lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache demo_out
+	rm -rf $(VENV) .matrix build dist *.egg-info .pytest_cache .ruff_cache demo_out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

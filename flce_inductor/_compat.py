@@ -29,8 +29,8 @@ class _CheckedVar:
     def __init__(self, var: Any, check: Callable[[object], None]):
         self._var, self._check = var, check
 
-    def get(self) -> object:
-        return self._var.get()
+    def __getattr__(self, name: str) -> Any:  # get, and reset
+        return getattr(self._var, name)
 
     def set(self, value: object) -> Any:
         if value is not _UNSET_SENTINEL:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
 import itertools
 import logging
@@ -140,7 +141,8 @@ class Reason(enum.Enum):
         return self.value[1]
 
 
-def _count(key: str) -> None:
+def count(key: str) -> None:
+    """Count up one of torch._dynamo.utils.counters["inductor"]."""
     from torch._dynamo.utils import counters  # importing Dynamo takes a second
 
     counters["inductor"][key] += 1
@@ -274,7 +276,7 @@ def record_graph(graph: torch.fx.Graph, losses: int) -> None:
 
 def record(site: Site) -> None:
     """A decision of match/."""
-    _count("flce_rewritten" if site.reason is None else "flce_refused")
+    count("flce_rewritten" if site.reason is None else "flce_refused")
     log.info("%s", site)
     compilation, attempt = site.attempt
     for sites in _collectors:
@@ -291,7 +293,7 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
     """A decision of hoist.py about the row_stats node: reason None means that it was hoisted."""
     if reason is Reason.NO_BACKWARD:
         return
-    _count("flce_hoisted" if reason is None else "flce_recomputed")
+    count("flce_hoisted" if reason is None else "flce_recomputed")
     place = where(node)
     if reason is None:
         log.info("%s: gradients are computed in the forward", place)
@@ -307,6 +309,12 @@ def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -
     log.info("%s: tuned: %s, of %s", place, chosen, table)
     for site in _rewritten_at(place):
         site.tuned = f"{chosen}, of {table}"
+
+
+@functools.lru_cache(maxsize=1024)
+def record_run(passes: str, H: int, V: int, dtype: torch.dtype, chunk_size: int) -> None:
+    """Log, once for each loop, that compiled code runs it: of a graph from a cache nothing else is heard."""
+    log.info("compiled code runs a fused loss (%s): H=%d V=%d %s, %d rows a chunk", passes, H, V, dtype, chunk_size)
 
 
 class Report(list[Site]):

@@ -347,7 +347,7 @@ def source_digest() -> str:
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for path in sorted([*package.rglob("*.py"), *_template_dir().glob("*.jinja")], key=lambda path: path.name):
-        digest.update(path.read_bytes())
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

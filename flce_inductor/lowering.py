@@ -26,7 +26,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import _compat, chunking, config, kernels, ops, runtime  # noqa: F401  ops registers the operators
-from .explain import record_tuning
+from .explain import count, record_tuning
 
 _OPS = torch.ops.flce_inductor
 _scale_ = fallback_handler(_OPS.scale_.default, add_to_fallback_set=False)
@@ -72,6 +72,7 @@ def _run(
     recompute, returned = saved[0] is not None, list(node.meta["val"])
     stats = [] if recompute else [_buffer(x) for x in returned[:6]]
     grads = [_buffer(x) for x in returned[len(stats) : len(stats) + 3]]
+    count("flce_compiled")  # Inductor counts it again when it loads the graph from a cache
     columns_first = recompute or plan.vocabulary_major
     own = needs[1] and not columns_first and _wide(h, weight, chunk_size, accum_dtype)
     own_dweight, dbias, unscale = _run_(

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, runtime
+from .explain import record_run
 from .kernels import Cotangents, Epilogue, Statistics
 from .runtime import Buffers, How, Needs, Plan, Want, stat_dtype
 
@@ -159,6 +160,8 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
     """
     row_inputs, program, *how, want, needs, vocabulary_major, accumulate, stats, dh, dweight, slab = rest
     want, needs = Want(*want), Needs(*needs)
+    passes = "its backward" if max is not None else "loss and gradients" if any(needs) else "its statistics"
+    record_run(passes, h.shape[1], weight.shape[0], h.dtype, how[1])
     saved = None if max is None else Statistics(None, max, logsum, None, pz, None)
     written = iter(stats)
     into = Buffers(

@@ -2415,9 +2415,10 @@ def large_graph(nodes, head):
 
 @pytest.mark.parametrize("head", [True, False])
 def test_time_for_a_large_graph(head):
-    times = []
+    times, original = [], large_graph(5000, head)
     for _ in range(5):
-        graph = large_graph(5000, head)
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(original, {}))
         with fresh(), util.collect() as sites:
             start = time.process_time()
             match.rewrite(graph)
@@ -2445,20 +2446,12 @@ def many_spellings(h, w, b, t):
     return sum(losses) + CE(kept, t.view(-1)) + kept.std()
 
 
-@pytest.mark.parametrize(
-    ("how", "dtype"),
-    [
-        ({"backend": INDUCTOR}, torch.bfloat16),
-        ({"backend": "inductor", "options": {"flce_inductor.enable": True}}, torch.float32),
-    ],
-    ids=["backend", "option"],
-)
-def test_inductor(how, dtype):
-    args = data(dtype)
+def test_inductor():
+    args = data(torch.bfloat16)
     with fresh(), util.fresh_cache():  # a graph from Inductor's cache has been decided on before
-        actual = compiled(many_spellings, *args, **how)
+        actual = compiled(many_spellings, *args, backend=INDUCTOR)
     assert actual.reasons == [None, None, None, Reason.READER]
-    assert_as_good_as_eager(many_spellings, args, actual, dtype)
+    assert_as_good_as_eager(many_spellings, args, actual, torch.bfloat16)
 
 
 def test_stock_compile_is_left_alone():
