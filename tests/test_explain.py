@@ -273,6 +273,28 @@ def test_no_loss():
         assert "graph breaks" not in text
 
 
+def test_loss_written_by_hand():
+    """What isn't called a loss, but computes the logarithm of softmax or exp, is named all the same."""
+
+    def fn(h, w, t):
+        z = F.linear(h, w)
+        p = z.exp()
+        loss = -(z.gather(1, t[:, None]).squeeze(1) - torch.log(p.sum(-1)))
+        return loss.mean()
+
+    def apart(h, w, t):
+        z = F.linear(h, w)
+        print(end="")
+        return -torch.log(z.softmax(-1)[range(6), t]).mean()
+
+    with fresh():
+        text, other = str(flce_inductor.explain(fn, *data())), str(flce_inductor.explain(apart, *data()))
+    assert f"{line_of(fn, 'loss =')}: log of exp: left alone" in text
+    assert f"because {Reason.BY_HAND.text} (exp, " in text
+    assert line_of(fn, "p =") in text and Reason.BY_HAND.advice in text
+    assert f"{line_of(apart, 'torch.log')}: log of softmax: left alone\n    because {Reason.NO_HEAD.text}" in other
+
+
 def test_no_loss_because_of_a_graph_break():
     def fn(h, w, t):
         z = F.linear(h, w)

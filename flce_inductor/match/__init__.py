@@ -143,22 +143,27 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
                     raise Refused(Reason.RETURNED, given_to(head.node))
                 returned.append(places[node])
                 continue
-            if not places[node].pieces and (found := anchors.read(places[node], user)):
-                readers |= {reader.node: reader for reader in found}
-                continue
+            place = places[node]
             try:
-                places[user] = follow(places[node], user)
+                if not place.pieces and (found := anchors.read(place, user)):
+                    readers |= {reader.node: reader for reader in found}
+                    continue
+                places[user] = follow(place, user)
                 waiting.append(user)
             except Refused as refused:
-                unknown.append((user, places[node], refused))
+                unknown.append((user, place, refused))
     refusals = []
     for user, place, refused in unknown:
         reader = anchors.entropy(user, places)
         if reader is not None:
             readers[reader.node] = reader
-        elif (place.kind == "p" or calls(user, EXP)) and (place.after or _leads_to(user, anchors.is_by_hand)):
+        elif (
+            # READER: the maximum of logits that take a gradient, which is subtracted before exp
+            (place.kind == "p" or calls(user, EXP) or refused.reason is Reason.READER)
+            and (place.after or _leads_to(user, anchors.is_by_hand))
+        ):
             refusals.append(Refused(Reason.BY_HAND, f"{name(user)}, {where(user)}"))
-        elif refused.reason in (Reason.READER, Reason.ADAPTER) or _leads_to(user, anchors.is_loss):
+        elif refused.reason not in (Reason.LINK, Reason.UNKNOWN_SHAPE) or _leads_to(user, anchors.is_loss):
             refusals.append(refused)
         else:
             refusals.append(Refused(Reason.READER, f"{name(user)}, {where(user)}"))
