@@ -26,7 +26,7 @@ def constant(function: Callable) -> Callable:
 
 
 class _CheckedVar:
-    """Stands in for the ContextVar that holds a key's value from torch 2.13 on, and checks what is set."""
+    """Stands in for the ContextVar that holds a key's value from torch 2.12 on, and checks what is set."""
 
     def __init__(self, var: Any, check: Callable[[object], None]):
         self._var, self._check = var, check
@@ -74,7 +74,7 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
     proxy = SubConfigProxy(inductor_config, f"{prefix}.")
     inductor_config._config.update(grafted)
     inductor_config.__dict__[prefix] = proxy
-    if hasattr(inductor_config, "_hash_dirty_var"):  # 2.13 and later
+    if hasattr(inductor_config, "_hash_dirty_var"):  # 2.12 and later
         inductor_config._hash_dirty_var.set(True)
         inductor_config._get_dict_dirty_keys_var.set(None)
     else:
@@ -83,7 +83,7 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
 
 def install_pass(key: str, ours: Any) -> None:
     """Put ours behind the passes in torch._inductor.config's *_custom_pass key: in all threads, those too that have
-    passes of their own already, which from torch 2.13 on only the present thread may have.
+    passes of their own already, which from torch 2.12 on only the present thread may have.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.custom_graph_pass import CustomGraphPass

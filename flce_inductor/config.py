@@ -79,7 +79,7 @@ class Settings:
 
 @_compat.constant
 def current() -> Settings:
-    """The values in force in this thread (from torch 2.13 on Inductor's keys are per thread)."""
+    """The values in force in this thread (from torch 2.12 on Inductor's keys are per thread)."""
     # where Inductor was never imported, or has no such keys (backend.py), nobody has set one
     keys = getattr(sys.modules.get("torch._inductor.config"), PREFIX, Settings())
     return Settings(**{field.name: getattr(keys, field.name) for field in dataclasses.fields(Settings)})
