@@ -74,7 +74,7 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
     proxy = SubConfigProxy(inductor_config, f"{prefix}.")
     inductor_config._config.update(grafted)
     inductor_config.__dict__[prefix] = proxy
-    if hasattr(inductor_config, "_hash_dirty_var"):  # 2.12 and later
+    if hasattr(inductor_config, "_hash_dirty_var"):  # 2.13 and later
         inductor_config._hash_dirty_var.set(True)
         inductor_config._get_dict_dirty_keys_var.set(None)
     else:
