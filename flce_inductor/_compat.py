@@ -71,6 +71,7 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
     from torch.utils._config_module import SubConfigProxy
 
     grafted = {f"{prefix}.{key}": _checked_entry(d, t, f"{prefix}.{key}", c) for key, (t, d, c) in entries.items()}
+    grafted |= {key: entry for key, entry in inductor_config._config.items() if key in grafted}  # what is set stays
     proxy = SubConfigProxy(inductor_config, f"{prefix}.")
     inductor_config._config.update(grafted)
     inductor_config.__dict__[prefix] = proxy
@@ -161,6 +162,15 @@ def donation() -> tuple[Any, ...]:
     context = torch._guards.TracingContext.try_get()
     indices = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
     return torch._functorch.config.donated_buffer, tuple(indices or ())
+
+
+def partitioner_takes_tuples() -> bool:
+    """Whether a node that returns a tuple may be marked as never to be computed again.
+
+    Before torch 2.14 the partitioner would, under an activation memory budget, save the tuple itself, and fail.
+    """
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return version >= (2, 14) or torch._functorch.config.activation_memory_budget == 1
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

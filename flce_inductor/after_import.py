@@ -35,8 +35,8 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.name:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # those in front have been asked
+            find = getattr(finder, "find_spec", None)
             if find is not None and (spec := find(name, path, target)) is not None:
                 spec.loader = _Loader(spec.loader, self.run)
                 return spec

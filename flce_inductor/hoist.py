@@ -28,7 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import chunking, config, ops  # noqa: F401  ops registers the three operators
+from . import _compat, chunking, config, ops  # noqa: F401  ops registers the three operators
 from .explain import Reason, record_pass
 from .runtime import ROW_OPS, ROW_STATISTICS, RowProgram
 
@@ -661,7 +661,8 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
         fused = new(
             _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs)
         )
-        fused.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # under a memory budget too
+        if _compat.partitioner_takes_tuples():
+            fused.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(10))
         for i, statistic in enumerate(stats):
             if i >= 3 and not want[i - 3]:

@@ -126,8 +126,9 @@ def register() -> None:
         return to_dtype(lowerings[torch.ops.aten.mul.Tensor](wide, factor), x.get_dtype())
 
     @register_lowering(_OPS.row_stats_with_grads.default, type_promotion_kind=None)
-    def row_stats_with_grads(*args):
-        how, want, needs, plan = args[11:18], args[18], args[19], runtime.Plan(*args[20:])
+    def row_stats_with_grads(*args, **plan):
+        # where stock Inductor has met the op before, arguments that have defaults come by name
+        how, want, needs, plan = args[11:18], args[18], args[19], runtime.Plan(*args[20:], **plan)
         stats, grads = _run(args[:5], (None,) * 3, args[5:9], args[9:11], how, want, needs, plan)
         return (*stats, *grads)
 

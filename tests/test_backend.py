@@ -1,5 +1,6 @@
 """The ways in: backend name, options, config keys, and the passes that the user has set."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -135,6 +136,15 @@ class TestKeys:
         with inductor_config.patch({"flce_inductor.chunk_size": 7, "flce_inductor.accum_dtype": "float32"}):
             assert KEYS.chunk_size == 7 and KEYS.accum_dtype == "float32"
         assert KEYS.chunk_size is None and KEYS.accum_dtype == "auto"
+
+    def test_a_reload_keeps_them(self):
+        with inductor_config.patch({"flce_inductor.chunk_size": 7}):
+            importlib.reload(flce_inductor)
+            assert inductor_config.flce_inductor.chunk_size == KEYS.chunk_size == 7
+            with pytest.raises(ValueError, match="chunk_size"):
+                KEYS.chunk_size = 0
+        assert KEYS.chunk_size is None
+        assert rewrites(backend="flce_inductor", options=SMALL) == 1
 
     def test_part_of_the_cache_key(self):
         def digest(**patches):

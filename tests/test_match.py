@@ -2382,6 +2382,51 @@ def test_attacks(fn):
     assert None not in actual.reasons, "\n".join(map(str, actual.sites))
 
 
+def labels_of_the_largest(h, w):
+    z = flat(linear(h, w))
+    confidence, labels = z.detach().softmax(-1).max(-1)
+    return (CE(z, labels, reduction="none") * (confidence > 0.1)).mean()
+
+
+def indices_of_the_largest(h, w):
+    logp = flat(linear(h, w)).log_softmax(-1)
+    return F.nll_loss(logp, logp.detach().max(-1).indices)
+
+
+@pytest.mark.parametrize("fn", [labels_of_the_largest, indices_of_the_largest])
+def test_labels_that_are_the_largest_of_the_same_logits(fn):
+    h, w, *_ = data()
+    check(fn, h, w, reasons=None)
+
+
+PICKS = {"slice": lambda z: z[:, :2], "chunk": lambda z: z.chunk(2, 1)[0], "select": lambda z: z.select(1, 0)}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_rows_of_one_shape_picked_along_different_dimensions(pick):
+    """Where all sizes are equal, only the place of the classes tells such rows apart."""
+    torch.manual_seed(0)
+    h, w = torch.randn(V, V, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+
+    def fn(h, w):
+        z = linear(h, w)
+        first, second = pick(z), pick(z.movedim(-1, 0))
+        return first.logsumexp(-1).sum(), second.logsumexp(0).square().sum()
+
+    check(fn, h, w, reasons=[None, None])
+
+
+def test_rows_cut_in_one_and_classes_in_another():
+    torch.manual_seed(0)
+    h, w = torch.randn(B, V, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+
+    def fn(h, w):
+        z = linear(h, w)
+        return z[:, :-1].logsumexp(-1).sum(), z.transpose(1, 2)[:, :-1].logsumexp(1).square().sum()
+
+    check(fn, h, w, reasons=[None, None])
+
+
 # ---------------------------------------------------------------- the time that the pass takes
 
 

@@ -230,6 +230,16 @@ class TestAfterImport:
         after_import(name, lambda: calls.append(1))
         assert calls == [1] and not [finder for finder in sys.meta_path if getattr(finder, "name", "") == name]
 
+    def test_twice(self, tmp_path, monkeypatch):
+        """As a reload of the package does."""
+        calls = []
+        name = self.module(tmp_path, monkeypatch, "x = 12\n")
+        for i in (1, 2):
+            after_import(name, lambda i=i: calls.append(i))
+        importlib.import_module(name)
+        assert sorted(calls) == [1, 2]
+        assert not [finder for finder in sys.meta_path if getattr(finder, "name", "") == name]
+
     def test_an_import_that_fails_once(self, tmp_path, monkeypatch):
         calls = []
         name = self.module(tmp_path, monkeypatch, "import sys\nif not hasattr(sys, 'x_of_test'): raise ImportError\n")

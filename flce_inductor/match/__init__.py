@@ -93,7 +93,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
         try:
             for site in losses:
                 _measure(site, head)
-            groups, returned = _groups(head, changes)
+            groups, returned, places = _groups(head, changes)
             _check(head, groups, changes)
             _check_returned(head, groups, returned, changes)
         except Refused as refused:
@@ -101,7 +101,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
                 site.reason, site.detail = refused.reason, refused.detail
         else:
             _return_nan(head, returned)
-            chunk_size = _replace(head, groups, returned, changes, written)
+            chunk_size = _replace(head, groups, places, changes, written)
             for site in losses:
                 site.chunk_size, site.returns_nan = chunk_size, bool(returned)
     for site in sites:
@@ -127,8 +127,8 @@ def _measure(site: Site, head: Head) -> None:
             raise Refused(Reason.TOO_SMALL, f"{site.logits_bytes} bytes, min_logits_bytes={settings.min_logits_bytes}")
 
 
-def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
-    """All that reads the logits, in groups that a row_stats can serve each, and the places that are returned.
+def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place], list[Place]]:
+    """All that reads the logits, in groups that a row_stats can serve each; the places that are returned; all places.
 
     Refuses what isn't understood.
     """
@@ -175,7 +175,7 @@ def _groups(head: Head, changes: Changes) -> tuple[list[_Group], list[Place]]:
         if not any(group.add(reader, changes) for group in groups):
             kind = (reader.target, reader.class_weight, reader.ignore_index, reader.wraps)
             groups.append(_Group(reader.place, reader.node, [reader], *kind, reader.want))
-    return groups, returned
+    return groups, returned, list(places.values())
 
 
 def _leads_to(node: Node, loss: Callable[[Node], bool]) -> bool:
@@ -321,9 +321,7 @@ def _in_place_links(head: Head, place: Place) -> set[Node]:
     return links
 
 
-def _replace(
-    head: Head, groups: list[_Group], returned: list[Place], changes: Changes, written: dict[Node, Node]
-) -> int:
+def _replace(head: Head, groups: list[_Group], places: list[Place], changes: Changes, written: dict[Node, Node]) -> int:
     """Write row_stats and what the readers make of it, and take the head and all behind it out of the graph.
 
     Returns the rows per chunk; what became of each reader is added to written.
@@ -336,10 +334,10 @@ def _replace(
         chunk_size=settings.chunk_size,
         max_slab_bytes=settings.max_slab_bytes,
     )
-    dead = [head.node, *head.seen, *(n for place in returned for n in place.links)]
+    dead = [head.node, *head.seen, *(n for place in places for n in place.links)]
     for group in groups:
         _write(head, group, (chunk_size, settings.accum_dtype), changes, written)
-        dead += [n for reader in group.readers for n in (*reader.place.links, *reader.inner, reader.node)]
+        dead += [n for reader in group.readers for n in (*reader.inner, reader.node)]
     for node in sorted(set(dead), key=changes.position.__getitem__, reverse=True):
         if not node.users:
             node.graph.erase_node(node)

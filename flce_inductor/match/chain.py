@@ -345,7 +345,7 @@ def _piece(place: Place, node: Node) -> Place:
     classes = place.classes
     if after.dim() < before.dim():  # unbind
         classes += (args[0] if args else kwargs.get("dim", 0)) % before.dim() > before.dim() + classes
-    moved = f"{name(split)} {args} {kwargs} {node.args[1]}", f"{[*before.shape]}"
+    moved = f"{name(split)} {args} {kwargs} {node.args[1]}", f"{[*before.shape]}", place.classes
     return dataclasses.replace(
         place,
         node=node,
@@ -410,7 +410,7 @@ def _follow_rows(here: Place, called: str, node: Node, before: torch.Tensor, aft
         return None
     if after.shape[classes] == 0 if cut else not same([before.shape[position]], [after.shape[classes]]):
         return None
-    rows = here.rows if moved is None else (*here.rows, (moved, f"{[*before.shape]}"))
+    rows = here.rows if moved is None else (*here.rows, (moved, f"{[*before.shape]}", here.classes))
     steps = here.steps if target is None else (*here.steps, (node, target, args, kwargs))
     return dataclasses.replace(here, classes=classes, rows=rows, steps=steps)
 

@@ -274,6 +274,8 @@ class Changes:
             integers = isinstance(example, torch.Tensor) and not example.dtype.is_floating_point
             if not integers or not _is_pure(node) or not all(map(self.never, (node, *node.all_input_nodes))):
                 return None
+            if any(isinstance(n.meta.get("example_value"), tuple) for n in node.all_input_nodes):
+                return None  # the indices of a maximum of the logits, say, which the rewrite takes away
             found.add(node)
             stack += node.all_input_nodes
         return sorted(found, key=self.position.__getitem__)
