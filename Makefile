@@ -1,6 +1,6 @@
 # make test    a virtual environment, the test dependencies, ruff and the CPU tests
 # make demo    the same environment, then the demo (minutes; picture and numbers in demo_out/)
-# make matrix  the tests on every supported version of PyTorch, an environment each (an hour, and 20 GB of downloads)
+# make matrix  the tests on every supported version of PyTorch, an environment each (long, and gigabytes of downloads)
 # make lint    ruff alone
 # make clean   removes the environment and everything built
 #
