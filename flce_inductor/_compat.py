@@ -11,9 +11,13 @@ import torch
 TESTED = ("2.11", "2.15")  # the oldest and the newest torch that the tests ran on
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
 def is_tested() -> bool:
     """Whether this torch is no newer than those that the tests ran on."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) <= tuple(map(int, TESTED[1].split(".")))
+    return _numbers(torch.__version__) <= _numbers(TESTED[1])
 
 
 def constant(function: Callable) -> Callable:
@@ -70,8 +74,9 @@ def install_config(prefix: str, entries: dict[str, tuple[Any, object, Callable[[
     import torch._inductor.config as inductor_config
     from torch.utils._config_module import SubConfigProxy
 
-    grafted = {f"{prefix}.{key}": _checked_entry(d, t, f"{prefix}.{key}", c) for key, (t, d, c) in entries.items()}
-    grafted |= {key: entry for key, entry in inductor_config._config.items() if key in grafted}  # what is set stays
+    named = {f"{prefix}.{key}": entry for key, entry in entries.items()}
+    missing = named.keys() - inductor_config._config.keys()  # after a reload none are, and what is set stays
+    grafted = {name: _checked_entry(d, t, name, c) for name, (t, d, c) in named.items() if name in missing}
     proxy = SubConfigProxy(inductor_config, f"{prefix}.")
     inductor_config._config.update(grafted)
     inductor_config.__dict__[prefix] = proxy
@@ -169,8 +174,7 @@ def partitioner_takes_tuples() -> bool:
 
     Before torch 2.14 the partitioner would, under an activation memory budget, save the tuple itself, and fail.
     """
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    return version >= (2, 14) or torch._functorch.config.activation_memory_budget == 1
+    return _numbers(torch.__version__) >= (2, 14) or torch._functorch.config.activation_memory_budget == 1
 
 
 def size_hint(size: int | torch.SymInt) -> int | None:

@@ -29,6 +29,7 @@ from .chain import (
     operand,
     passes_on,
     reduced_dim,
+    same_or_wider,
 )
 from .graph import Refused, name, same, value
 
@@ -160,7 +161,8 @@ def read(place: Place, user: Node) -> list[Reader]:
         return [_argmax(x, place, user) if x.args[1] else _largest(x, place, user) for x in user.users]
     if calls(user, _AMAX) and place.sign == 1 and over_classes:
         return [_largest(user, place)]
-    if calls(user, _SUM | _MEAN) and place.kind == "logp" and over_classes and _widens(user, place):
+    totals = calls(user, _SUM | _MEAN) and place.kind == "logp" and over_classes
+    if totals and same_or_wider(value(place.node).dtype, value(user).dtype):
         sign = place.sign
         if calls(user, _SUM):
             return [Reader(user, place, "sum", lambda r: sign * (r.zsum - r.V * r.lse), want=Want(zsum=True))]
@@ -178,12 +180,6 @@ def _of_labels(user: Node, place: Place) -> list[Reader]:
         fixed = tuple(n for n in user.args[1][:-1] if isinstance(n, Node))
         return [_at_label(user, place, index, wraps=True, fixed=fixed)]
     return []
-
-
-def _widens(total: Node, place: Place) -> bool:
-    """Whether a sum or mean has the dtype of what it sums, or one that is no more exact than the statistics."""
-    before, after = value(place.node).dtype, value(total).dtype
-    return after == before or (before.itemsize == 2 and after == torch.float32)
 
 
 def _argmax(node: Node, place: Place, *inner: Node) -> Reader:

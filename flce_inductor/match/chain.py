@@ -144,6 +144,11 @@ def passes_on(node: Node) -> bool:
     return name(node) in _SAME_ROWS | _ROWS or calls(node, {*_ARITHMETIC, *_CLAMPS})
 
 
+def same_or_wider(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether values keep all their digits, in a dtype that is no more exact than the statistics."""
+    return after == before or (before.itemsize == 2 and after == torch.float32)
+
+
 def calls(node: Node, targets: set) -> bool:
     """Whether a node calls one of these functions, or methods of these names."""
     return node.op in ("call_function", "call_method") and node.target in targets
@@ -297,7 +302,7 @@ def follow(place: Place, node: Node) -> Place:
     detached = place.detached or (before.requires_grad and not after.requires_grad)
     here = dataclasses.replace(place, node=node, links=(*place.links, node), detached=detached)
     # the head rounds the logits once; a narrower dtype behind it would round them again
-    widened = after.dtype == before.dtype or (before.dtype.itemsize == 2 and after.dtype == torch.float32)
+    widened = same_or_wider(before.dtype, after.dtype)
     if calls(node, LOG_SOFTMAX | SOFTMAX):
         if place.kind == "logits" and widened and place.over_classes(reduced_dim(node)):
             return dataclasses.replace(here, kind="logp" if calls(node, LOG_SOFTMAX) else "p")
