@@ -475,7 +475,7 @@ class _Head:
         return self.empty(*self.h.shape, dtype=dtype) if needed else self.empty(0, dtype=dtype)
 
     def slab(self, rows: int, columns: int) -> Tensor:
-        """[rows, columns] of the memory lent for it, or new."""
+        """[rows, columns, a multiple of _PAD] of the memory lent for it, or new."""
         lent = self.into.slab
         return self.empty(rows, columns) if lent is None else lent[: rows * columns].view(rows, columns)
 
@@ -511,6 +511,7 @@ class _Head:
             scale=scale,
             class_weight=None if self.u is None else self.u[columns],
             epilogue=self.how.epilogue,
+            padded=True,  # see slab
         )
 
     def scale(self, g: Cotangents, needs: Needs, wide_dweight: bool) -> Tensor | None:
