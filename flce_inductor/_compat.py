@@ -181,3 +181,18 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     """A size as a number where the graph knows one for now; None for one that only the data decides."""
     hint = size if isinstance(size, int) else size.node.hint
     return None if hint is None else int(hint)  # torch 2.11 has sympy's integers here
+
+
+# ---------------------------------------------------------------- many processes
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of a name that `group.group_name` gave."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def all_reduced(x: torch.Tensor, how: str, group: str) -> torch.Tensor:
+    """x reduced ("sum", "max") over the process group of that name, as a new tensor; a graph may hold it."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group))

@@ -1,0 +1,386 @@
+"""Two processes with gloo on the CPU: each checks its loss and gradients against one process's, in float64 eager."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import multiprocessing
+import os
+import queue
+import sys
+import traceback
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from util import fresh
+
+import flce_inductor
+
+SECONDS = 120  # for one test; a rank that waits for the other gives up earlier
+RANKS = 2
+
+
+# ---------------------------------------------------------------- the two processes
+
+
+def _serve(rank: int, store: str, tests: multiprocessing.Queue, results: multiprocessing.Queue) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=SECONDS // 2)
+    )
+    while (work := tests.get()) is not None:
+        name, case = work
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        try:
+            getattr(sys.modules[__name__], name).on_rank(rank, **case)
+        except BaseException:
+            results.put((rank, traceback.format_exc()))
+        else:
+            results.put((rank, None))
+    dist.destroy_process_group()
+
+
+class Pair:
+    """Two processes that run tests side by side, started once, and again after a test that failed or hung."""
+
+    def __init__(self, directory):
+        self.directory, self.processes, self.starts = directory, [], 0
+
+    def start(self) -> None:
+        self.starts += 1
+        context = multiprocessing.get_context("spawn")
+        self.tests, self.results = [context.Queue() for _ in range(RANKS)], context.Queue()
+        store = str(self.directory / f"store{self.starts}")
+        self.processes = [
+            context.Process(target=_serve, args=(rank, store, self.tests[rank], self.results), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, name: str, case: dict) -> None:
+        if not self.processes:
+            self.start()
+        for tests in self.tests:
+            tests.put((name, case))
+        failed = []
+        for _ in range(RANKS):
+            try:
+                rank, error = self.results.get(timeout=SECONDS)
+            except queue.Empty:
+                failed.append(f"no answer within {SECONDS} s")
+                break
+            if error:
+                failed.append(f"rank {rank}: {error}")
+                break  # the other may be waiting for it
+        if failed:
+            self.kill()
+            pytest.fail("\n".join(failed), pytrace=False)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes = []
+
+    def stop(self) -> None:
+        for tests, process in zip(self.tests if self.processes else [], self.processes, strict=True):
+            tests.put(None)
+        for process in self.processes:
+            process.join(10)
+        self.kill()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    pair = Pair(tmp_path_factory.mktemp("pair"))
+    yield pair
+    pair.stop()
+
+
+def two_ranks(on_rank):
+    """A test whose body (rank, *parameters) runs in both processes at once."""
+
+    @functools.wraps(on_rank)
+    def test(pair, **case):
+        pair.run(on_rank.__name__, case)
+
+    rank, *parameters = inspect.signature(on_rank).parameters.values()
+    test.__signature__ = inspect.Signature([rank.replace(name="pair"), *parameters])
+    test.on_rank = on_rank
+    return test
+
+
+# ---------------------------------------------------------------- vocabulary parallel
+
+N, H, V = 37, 16, 62  # shards of 31 columns
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def problem(dtype=torch.float32, vocabulary=V, ignore_index=-100):
+    """h, weight, bias, target, the same on each rank; labels of both shards, some that are ignored."""
+    generator = torch.Generator().manual_seed(1)
+    h, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((N, H), (vocabulary, H), (vocabulary,)))
+    target = torch.randint(vocabulary, (N,), generator=generator)
+    target[::5] = ignore_index
+    return (*((x / 2).to(dtype) for x in (h, weight, bias)), target)
+
+
+def reference(h, weight, bias, target, /, *, softcap=None, logit_scale=1.0, z_loss=0.0, reduction="mean", **keys):
+    """The loss and the gradients of its leaves by one process: float64, logits and all."""
+    keys = {k: x.double() if torch.is_tensor(x) else x for k, x in keys.items()}
+    given = [h, weight, bias, logit_scale if torch.is_tensor(logit_scale) else None]
+    given = [None if x is None else x.detach().double().requires_grad_() for x in given]
+    logits = F.linear(*given[:3]) * (logit_scale if given[3] is None else given[3])
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, target, reduction=reduction, **keys)
+    valid = target != keys.get("ignore_index", -100)
+    z = torch.where(valid, z_loss * logits.logsumexp(-1) ** 2, 0.0)
+    loss = loss + {"mean": lambda: z.sum() / valid.sum(), "sum": z.sum, "none": lambda: z}[reduction]()
+    leaves = [x for x in given if x is not None]
+    return loss.detach(), torch.autograd.grad(loss, leaves, upstream(loss))
+
+
+def upstream(loss):
+    return torch.linspace(0.5, 1.5, max(1, loss.numel()), dtype=loss.dtype)[: loss.numel()].reshape(loss.shape)
+
+
+def close(actual, expected, dtype=torch.float32, what=""):
+    limit = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
+    torch.testing.assert_close(
+        actual.double(), expected.double(), rtol=0, atol=limit, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
+
+
+def check_sharded(rank, h, weight, bias, target, /, *, compiled=False, starts=(0, V // 2, V), **keys):
+    """This rank's loss, dh, and its part of the gradients of weight and bias equal one process's."""
+    dtype = h.dtype
+    expected, grads = reference(h, weight, bias, target, **{k: x for k, x in keys.items() if k not in OURS})
+    rows = slice(starts[rank], starts[rank + 1])
+    mine = [h, weight[rows], None if bias is None else bias[rows], keys.get("logit_scale")]
+    mine = [x.detach().clone().requires_grad_() if torch.is_tensor(x) else None for x in mine]
+    keys |= {"linear_bias": mine[2], "process_group": dist.group.WORLD}
+    if mine[3] is not None:
+        keys["logit_scale"] = mine[3]
+
+    def loss_of(h, weight, target):
+        return flce_inductor.linear_cross_entropy(h, weight, target, **keys)
+
+    loss = (torch.compile(loss_of, fullgraph=True) if compiled else loss_of)(mine[0], mine[1], target)
+    leaves = [x for x in mine if x is not None]
+    actual = torch.autograd.grad(loss, leaves, upstream(loss))
+    close(loss, expected, dtype, "loss")
+    names = [name for name, x in zip(("dh", "dweight", "dbias", "dscale"), mine, strict=True) if x is not None]
+    for name, a, e in zip(names, actual, grads, strict=True):
+        e = e[rows] if name in ("dweight", "dbias") else e
+        assert a.shape == e.shape and a.dtype == dtype, name
+        close(a, e, dtype, name)
+
+
+OURS = {"chunk_size", "accum_dtype", "in_place_backward", "loss_dtype"}
+FORMS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing sum": {"label_smoothing": 0.1, "reduction": "sum"},
+    "z-loss": {"z_loss": 0.05},
+    "z-loss none": {"z_loss": 0.05, "reduction": "none"},
+    "all": {"z_loss": 0.05, "label_smoothing": 0.2, "softcap": 2.0, "logit_scale": 1.5},
+}
+
+
+@two_ranks
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_vocabulary_parallel(rank, form, weighted):
+    """Loss and gradients equal one process's, in one pass and by recomputation, over several chunks."""
+    h, weight, bias, target = problem()
+    keys = {**FORMS[form], "weight": torch.rand(V) + 0.5} if weighted else FORMS[form]
+    for chunk_size in (8, None):
+        check_sharded(rank, h, weight, bias, target, chunk_size=chunk_size, **keys)
+    check_sharded(rank, h, weight, None, target, chunk_size=16, **keys)
+
+
+@two_ranks
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_vocabulary_parallel_dtypes(rank, dtype):
+    for form in ("mean", "none", "all"):
+        check_sharded(rank, *problem(dtype), chunk_size=16, **FORMS[form])
+
+
+@two_ranks
+def test_vocabulary_parallel_learned_scale(rank):
+    """Its gradient is a sum over all classes, through the hidden states and through the bias."""
+    check_sharded(rank, *problem(), logit_scale=torch.tensor(1.5))
+    check_sharded(rank, *problem(), logit_scale=torch.tensor(1.5), reduction="none")
+
+
+@two_ranks
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_sentinel_matches_no_column(rank, reduction):
+    """ignore_index may be a class of one shard, which is one of the other's in local numbers."""
+    for ignore_index in (0, 3, V // 2, V - 1, -1):
+        h, weight, bias, target = problem(ignore_index=ignore_index)
+        check_sharded(rank, h, weight, bias, target, reduction=reduction, ignore_index=ignore_index, chunk_size=16)
+
+
+@two_ranks
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_padded_vocabulary(rank, reduction):
+    """Columns that pad the last shard take no part, whatever is in them."""
+    h, weight, bias, target = problem(vocabulary=V - 3)
+    expected, (dh, dweight, dbias) = reference(h, weight, bias, target, reduction=reduction)
+    pad = torch.full((3, H), 50.0)
+    rows = slice(rank * V // 2, (rank + 1) * V // 2)
+    h.requires_grad_()
+    w = torch.cat([weight, pad])[rows].clone().requires_grad_()
+    b = torch.cat([bias, pad[:, 0]])[rows].clone().requires_grad_()
+    keys = {"process_group": dist.group.WORLD, "vocab_size": V - 3, "chunk_size": 16, "reduction": reduction}
+    loss = flce_inductor.linear_cross_entropy(h, w, target, linear_bias=b, **keys)
+    loss.backward(upstream(loss))
+    close(loss, expected)
+    close(h.grad, dh)
+    close(w.grad, F.pad(dweight, (0, 0, 0, 3))[rows])
+    close(b.grad, F.pad(dbias, (0, 3))[rows])
+    with pytest.raises(IndexError, match="59"):
+        flce_inductor.linear_cross_entropy(h, w, target.clamp(min=0).index_fill(0, torch.tensor([1]), 59), **keys)
+
+
+@two_ranks
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_shard_without_finite_logits(rank, reduction):
+    """One that a bias of -inf excludes: its labels cost inf, and no other row notices."""
+    h, weight, bias, target = problem(torch.float64)
+    bias[: V // 2] = -torch.inf
+    check_sharded(rank, h, weight, bias, target.clamp(min=V // 2), reduction=reduction)
+    if reduction == "none":
+        loss = sharded_loss(rank, h, weight, bias, target, reduction="none")
+        close(loss, F.cross_entropy(F.linear(h, weight, bias), target, reduction="none"), torch.float64)
+
+
+def sharded_loss(rank, h, weight, bias, target, /, **keys):
+    rows = slice(rank * V // 2, (rank + 1) * V // 2)
+    keys |= {"process_group": dist.group.WORLD, "linear_bias": bias[rows]}
+    return flce_inductor.linear_cross_entropy(h, weight[rows], target, **keys)
+
+
+@two_ranks
+def test_what_is_not_finite_stays_in_its_row(rank):
+    h, weight, bias, target = problem()
+    h[3, 2], h[7, 0] = float("nan"), float("inf")
+    loss = sharded_loss(rank, h, weight, bias, target, reduction="none")
+    expected = F.cross_entropy(F.linear(h, weight, bias), target, reduction="none")
+    assert loss.isfinite().equal(expected.isfinite())
+    close(loss.nan_to_num(), expected.nan_to_num())
+
+
+@two_ranks
+def test_vocabulary_parallel_without_a_label(rank):
+    """All ignored: the mean is NaN as cross_entropy's is, the sum 0, and all gradients are 0."""
+    h, weight, bias, target = problem()
+    for reduction, expected in (("mean", torch.tensor(torch.nan)), ("sum", torch.tensor(0.0))):
+        x = h.clone().requires_grad_()
+        loss = sharded_loss(rank, x, weight, bias, target.fill_(-100), reduction=reduction)
+        loss.backward()
+        close(loss, expected)
+        assert x.grad.eq(0).all()
+
+
+@two_ranks
+def test_vocabulary_parallel_without_a_row(rank):
+    h, weight, bias, target = problem()
+    check_sharded(rank, h[:0], weight, bias, target[:0], reduction="sum")
+    check_sharded(rank, h[:0], weight, bias, target[:0], reduction="none")
+
+
+@two_ranks
+def test_vocabulary_parallel_labels_out_of_range(rank):
+    """A label that no shard has is an error on each rank, and not a label of another shard."""
+    h, weight, bias, target = problem()
+    for label in (V, -1, -99):
+        with pytest.raises(IndexError, match=str(label)):
+            sharded_loss(rank, h, weight, bias, target.index_fill(0, torch.tensor([1]), label))
+
+
+@two_ranks
+@pytest.mark.parametrize("form", ["mean", "none", "all"])
+def test_vocabulary_parallel_compiled(rank, form):
+    with fresh():
+        check_sharded(rank, *problem(), compiled=True, chunk_size=16, **FORMS[form])
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """The number of elements of the largest tensor of floats made, and the collectives with theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.collectives = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.largest = max(self.largest, x.numel())
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.collectives.append((str(func).split(".")[1], max(sizes)))
+        return out
+
+
+@two_ranks
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_ranks_tell_each_other(rank, reduction):
+    """Two small all-reduces of a chunk's statistics and dh; the slab is C x V / ranks, nothing larger exists."""
+    h, weight, bias, target = problem(vocabulary=4 * V)
+    rows = slice(rank * 2 * V, (rank + 1) * 2 * V)
+    h.requires_grad_()
+    w = weight[rows].clone().requires_grad_()
+    group = {"process_group": dist.group.WORLD}
+    with Seen() as seen:
+        loss = flce_inductor.linear_cross_entropy(h, w, target, reduction=reduction, chunk_size=16, **group)
+        loss.backward(upstream(loss))
+    chunks = [16, 16, 5] if reduction == "mean" else [N]
+    statistics = [("allreduce_", size) for rows in chunks for size in (rows, 2 * rows)]
+    assert seen.collectives == [*statistics, ("all_reduce", N * H)]
+    assert seen.largest == max(16 * 128, w.numel())  # V / ranks = 124, padded
+
+
+@two_ranks
+def test_vocabulary_parallel_modes(rank):
+    h, weight, bias, target = problem()
+    expected = reference(h, weight, bias, target)
+    with torch.no_grad():
+        close(sharded_loss(rank, h, weight, bias, target), expected[0])
+    x = h.clone().requires_grad_()
+    loss = sharded_loss(rank, x, weight, bias, target)
+    for _ in range(2):  # the second of a retained graph
+        close(torch.autograd.grad(3 * loss, x, retain_graph=True)[0], 3 * expected[1][0])
+    for reduction in ("mean", "none"):
+        loss = sharded_loss(rank, x, weight, bias, target, reduction=reduction).sum()
+        (dh,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            dh.sum().backward()
+
+
+@two_ranks
+def test_vocabulary_parallel_autocast(rank):
+    """Float32 parameters and bfloat16 products: the parameter's gradient is float32."""
+    h, weight, bias, target = problem()
+    rows = slice(rank * V // 2, (rank + 1) * V // 2)
+    x, w = h.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+    for reduction in ("mean", "none"):
+        expected, (dh, dweight, _) = reference(h, weight, torch.zeros(V), target, reduction=reduction)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = flce_inductor.linear_cross_entropy(
+                x, w, target, process_group=dist.group.WORLD, reduction=reduction
+            )
+        grads = torch.autograd.grad(loss, [x, w], upstream(loss))
+        assert [g.dtype for g in (loss, *grads)] == [torch.float32] * 3
+        for actual, e in zip((loss, *grads), (expected, dh, dweight[rows]), strict=True):
+            close(actual, e, torch.bfloat16)
