@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import multiprocessing
 import os
 import queue
 import sys
 import traceback
+import types
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from util import fresh
 
 import flce_inductor
@@ -315,22 +319,17 @@ def test_vocabulary_parallel_compiled(rank, form):
         check_sharded(rank, *problem(), compiled=True, chunk_size=16, **FORMS[form])
 
 
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """The number of elements of the largest tensor of floats made, and the collectives with theirs."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest, self.collectives = 0, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.largest = max(self.largest, x.numel())
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
-            sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.collectives.append((str(func).split(".")[1], max(sizes)))
-        return out
+@contextlib.contextmanager
+def watched():
+    """What happens meanwhile: the collectives with their numbers of elements, and the most bytes allocated at once."""
+    seen = types.SimpleNamespace(collectives=[], most=0)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profile:
+        yield seen
+    for event in profile.events():
+        if event.name.startswith("gloo:"):
+            seen.collectives.append((event.name.removeprefix("gloo:"), math.prod(event.input_shapes[0])))
+        seen.most = max(seen.most, event.self_cpu_memory_usage)
 
 
 @two_ranks
@@ -342,13 +341,14 @@ def test_what_ranks_tell_each_other(rank, reduction):
     h.requires_grad_()
     w = weight[rows].clone().requires_grad_()
     group = {"process_group": dist.group.WORLD}
-    with Seen() as seen:
+    with watched() as seen:
         loss = flce_inductor.linear_cross_entropy(h, w, target, reduction=reduction, chunk_size=16, **group)
         loss.backward(upstream(loss))
     chunks = [16, 16, 5] if reduction == "mean" else [N]
-    statistics = [("allreduce_", size) for rows in chunks for size in (rows, 2 * rows)]
-    assert seen.collectives == [*statistics, ("all_reduce", N * H)]
-    assert seen.largest == max(16 * 128, w.numel())  # V / ranks = 124, padded
+    statistics = [("all_reduce", size) for rows in chunks for size in (rows, 2 * rows)]
+    assert seen.collectives == [*statistics, ("all_reduce", N * H)], seen.collectives
+    slab = 16 * 128 if reduction == "mean" else N * 64  # V / ranks = 124 columns, padded; blocks of at least 64
+    assert seen.most == 4 * slab
 
 
 @two_ranks
@@ -360,7 +360,7 @@ def test_vocabulary_parallel_modes(rank):
     x = h.clone().requires_grad_()
     loss = sharded_loss(rank, x, weight, bias, target)
     for _ in range(2):  # the second of a retained graph
-        close(torch.autograd.grad(3 * loss, x, retain_graph=True)[0], 3 * expected[1][0])
+        close(torch.autograd.grad(3 * loss, x, retain_graph=True)[0], 6 * expected[1][0])
     for reduction in ("mean", "none"):
         loss = sharded_loss(rank, x, weight, bias, target, reduction=reduction).sum()
         (dh,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -377,10 +377,89 @@ def test_vocabulary_parallel_autocast(rank):
     for reduction in ("mean", "none"):
         expected, (dh, dweight, _) = reference(h, weight, torch.zeros(V), target, reduction=reduction)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = flce_inductor.linear_cross_entropy(
-                x, w, target, process_group=dist.group.WORLD, reduction=reduction
-            )
+            loss = flce_inductor.linear_cross_entropy(x, w, target, process_group=dist.group.WORLD, reduction=reduction)
         grads = torch.autograd.grad(loss, [x, w], upstream(loss))
         assert [g.dtype for g in (loss, *grads)] == [torch.float32] * 3
         for actual, e in zip((loss, *grads), (expected, dh, dweight[rows]), strict=True):
             close(actual, e, torch.bfloat16)
+
+
+# ---------------------------------------------------------------- DTensor
+
+
+@two_ranks
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_dtensor(rank, placement, compiled):
+    """A DTensor weight says how it is sharded; the hidden states may be in any placement, and get theirs back."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    h, weight, bias, target = problem()
+    expected, (dh, dweight, dbias) = reference(h, weight, bias, target)
+    x = (
+        DTensor.from_local(h, mesh, [Partial("avg")])
+        if placement == Partial()
+        else distribute_tensor(h, mesh, [placement])
+    )
+    w, b = (distribute_tensor(t, mesh, [Shard(0)]) for t in (weight, bias))
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+
+    def loss_of(x, w, b, target):
+        return flce_inductor.linear_cross_entropy(x, w, target, linear_bias=b, chunk_size=16)
+
+    if compiled:
+        loss_of = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    loss = loss_of(*leaves, target)
+    assert type(loss) is torch.Tensor
+    loss.backward(upstream(loss))
+    close(loss, expected)
+    for leaf, e in zip(leaves, (dh, dweight, dbias), strict=True):
+        if placement != Partial() or leaf.shape != h.shape:
+            assert leaf.grad.placements == leaf.placements
+        close(leaf.grad.full_tensor(), e)
+
+
+@two_ranks
+@pytest.mark.parametrize("vocabulary", [61, 3, 1])
+def test_uneven_and_empty_shards(rank, vocabulary):
+    """A DTensor's last shard is smaller, or empty; the rank that has none takes part in every reduction."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    h, weight, bias, target = problem(vocabulary=vocabulary)
+    for form in ("mean", "none", "smoothing", "z-loss"):
+        keys = {"chunk_size": 16, **FORMS[form]}
+        expected, grads = reference(h, weight, bias, target, **FORMS[form])
+        x = h.clone().requires_grad_()
+        w, b = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
+        loss = flce_inductor.linear_cross_entropy(x, w, target, linear_bias=b, process_group=mesh.get_group(), **keys)
+        loss.backward(upstream(loss))
+        close(loss, expected)
+        for leaf, e in zip((x, w, b), grads, strict=True):
+            close(leaf.grad if leaf is x else leaf.grad.full_tensor(), e)
+
+
+@two_ranks
+def test_refused_shards(rank):
+    """ValueError for what would give a plausible wrong loss."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    h, weight, bias, target = problem()
+    by_vocabulary = distribute_tensor(weight, mesh, [Shard(0)])
+
+    def refused(says, h, weight, **keys):
+        with pytest.raises(ValueError, match=says):
+            flce_inductor.linear_cross_entropy(h, weight, target, **keys)
+
+    refused("pass process_group", h, by_vocabulary)  # fully_shard's parameter looks like this
+    for placement in (Shard(1), Replicate()):
+        refused("must be sharded over the vocabulary", h, distribute_tensor(weight, mesh, [placement]))
+    refused("vocab_size is for a plain weight", h, by_vocabulary, process_group=mesh.get_group(), vocab_size=V)
+    alone = [dist.new_group([r]) for r in range(RANKS)][rank]
+    refused("is not the one", h, by_vocabulary, process_group=alone)
+    refused(
+        "its bias",
+        distribute_tensor(h, mesh, [Replicate()]),
+        by_vocabulary,
+        linear_bias=distribute_tensor(bias, mesh, [Replicate()]),
+    )
+    refused("need a linear_weight that is a DTensor", distribute_tensor(h, mesh, [Replicate()]), weight)
+    refused("vocab_size=63", h, weight[: V // 2], process_group=dist.group.WORLD, vocab_size=V + 1)
+    refused("vocab_size is for a weight that is sharded", h, weight, vocab_size=V)
+    check_sharded(rank, h, weight, bias, target)  # both are still in step
