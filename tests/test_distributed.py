@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
 import multiprocessing
-import os
 import queue
 import sys
 import traceback
 import types
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from util import fresh
+from torch.nn.parallel import DistributedDataParallel as DDP
+from util import INDUCTOR, TRACING, collect, fresh
 
 import flce_inductor
 
@@ -93,7 +97,7 @@ class Pair:
         self.processes = []
 
     def stop(self) -> None:
-        for tests, process in zip(self.tests if self.processes else [], self.processes, strict=True):
+        for tests in self.tests if self.processes else []:
             tests.put(None)
         for process in self.processes:
             process.join(10)
@@ -336,7 +340,7 @@ def watched():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_what_ranks_tell_each_other(rank, reduction):
     """Two small all-reduces of a chunk's statistics and dh; the slab is C x V / ranks, nothing larger exists."""
-    h, weight, bias, target = problem(vocabulary=4 * V)
+    h, weight, _, target = problem(vocabulary=4 * V)
     rows = slice(rank * 2 * V, (rank + 1) * 2 * V)
     h.requires_grad_()
     w = weight[rows].clone().requires_grad_()
@@ -371,7 +375,7 @@ def test_vocabulary_parallel_modes(rank):
 @two_ranks
 def test_vocabulary_parallel_autocast(rank):
     """Float32 parameters and bfloat16 products: the parameter's gradient is float32."""
-    h, weight, bias, target = problem()
+    h, weight, _, target = problem()
     rows = slice(rank * V // 2, (rank + 1) * V // 2)
     x, w = h.clone().requires_grad_(), weight[rows].clone().requires_grad_()
     for reduction in ("mean", "none"):
@@ -463,3 +467,229 @@ def test_refused_shards(rank):
     refused("vocab_size=63", h, weight[: V // 2], process_group=dist.group.WORLD, vocab_size=V + 1)
     refused("vocab_size is for a weight that is sharded", h, weight, vocab_size=V)
     check_sharded(rank, h, weight, bias, target)  # both are still in step
+
+
+# ---------------------------------------------------------------- data parallel
+
+CLASSES, WIDTH, BATCH, LENGTH = 300, 32, 4, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.gelu(self.linear(x))
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(CLASSES, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    """Head and loss in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.linear(x).flatten(0, 1), labels.flatten())
+
+
+class Model(nn.Module):
+    """A language model that returns its loss; its head and loss are its own, or a module's."""
+
+    def __init__(self, head="linear", tied=False):
+        super().__init__()
+        self.body = Body()
+        self.head = Head() if head == "module" else nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.body.embedding.weight
+
+    def forward(self, tokens, labels):
+        x = self.body(tokens)
+        if isinstance(self.head, Head):
+            return self.head(x, labels)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batch(rank, number):
+    """Tokens and labels of a rank, some of them ignored, as many on each rank."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    tokens, labels = torch.randint(CLASSES, (2, BATCH, LENGTH), generator=generator)
+    labels[:, -1] = -100
+    return tokens, labels
+
+
+def one_process(model, steps, micro_batches):
+    """Each rank's losses and the parameters, after SGD on all ranks' batches in one process: float64, eager."""
+    model = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(steps):
+        for micro in range(micro_batches):
+            by_rank = [model(*batch(rank, step * micro_batches + micro)) for rank in range(RANKS)]
+            (sum(by_rank) / RANKS).backward()
+            losses.append([loss.detach() for loss in by_rank])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.named_parameters())
+
+
+def train(rank, step, parameters, no_sync, steps, micro_batches):
+    """The same on this rank, with `step` compiled; the losses."""
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    losses = []
+    for i in range(steps):
+        for micro in range(micro_batches):
+            with contextlib.nullcontext() if micro == micro_batches - 1 else no_sync():
+                loss = step(*batch(rank, i * micro_batches + micro))
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_training(rank, model, wrap, no_sync, *, micro_batches=1, reasons=(None,), dtype=torch.float32):
+    """wrap(model) -> the module that is trained and its compiled step; it equals one process, and is rewritten."""
+    expected, parameters = one_process(model, 2, micro_batches)
+    with fresh(), collect() as sites:
+        module, step = wrap(model)
+        losses = train(rank, step, module.parameters(), functools.partial(no_sync, module), 2, micro_batches)
+    assert tuple(site.reason for site in sites) == reasons, "\n".join(map(str, sites))
+    for loss, by_rank in zip(losses, expected, strict=True):
+        close(loss, by_rank[rank], dtype, "loss")
+    trained = {name.removeprefix("module."): x for name, x in module.named_parameters()}
+    assert trained.keys() == parameters.keys()
+    for name, x in trained.items():
+        close(x.full_tensor() if isinstance(x, DTensor) else x, parameters[name], dtype, name)
+
+
+COMPILED = {
+    "the wrapped model": lambda model, wrap, backend: [module := wrap(model), torch.compile(module, backend=backend)],
+    "a step": lambda model, wrap, backend: [
+        module := wrap(model),
+        torch.compile(lambda tokens, labels: 2 * module(tokens, labels) / 2, backend=backend),
+    ],
+    "the model inside": lambda model, wrap, backend: [model.compile(backend=backend), *[wrap(model)] * 2][1:],
+}
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "how, view, tied, micro_batches",
+    [("the wrapped model", False, False, 2), ("a step", True, True, 1), ("the model inside", True, False, 2)],
+)
+def test_ddp(rank, how, view, tied, micro_batches):
+    """With and without gradient_as_bucket_view and accumulation under no_sync."""
+    check_training(
+        rank,
+        Model(tied=tied),
+        lambda model: COMPILED[how](model, lambda m: DDP(m, gradient_as_bucket_view=view), TRACING),
+        lambda module: module.no_sync(),
+        micro_batches=micro_batches,
+    )
+
+
+@two_ranks
+def test_ddp_in_pieces(rank):
+    """DDP's optimizer cuts the graph at its buckets: head and loss stay in one piece."""
+    wrapped = functools.partial(DDP, bucket_cap_mb=0.02)
+    with mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024):
+        check_training(
+            rank,
+            Model(),
+            lambda model: COMPILED["the wrapped model"](model, wrapped, TRACING),
+            lambda module: module.no_sync(),
+        )
+
+
+@two_ranks
+def test_ddp_by_inductor(rank):
+    """Compiled code, whose gradients go into DDP's buckets: with views of them, the buckets' memory."""
+    model, x = Head(), torch.randn(RANKS, BATCH, LENGTH, WIDTH)
+    labels = torch.randint(CLASSES, (RANKS, BATCH, LENGTH))
+    expected = copy.deepcopy(model).double()
+    (sum(expected(x[r].double(), labels[r]) for r in range(RANKS)) * 3 / RANKS).backward()
+    module = DDP(model, gradient_as_bucket_view=True)
+    with fresh(), collect() as sites:
+        step = torch.compile(module, backend=INDUCTOR)
+        with module.no_sync():
+            step(x[rank], labels[rank]).backward()
+        (2 * step(x[rank], labels[rank])).backward()
+    assert [site.reason for site in sites] == [None]
+    close(model.linear.weight.grad, expected.linear.weight.grad)
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+@contextlib.contextmanager
+def unsynchronized(module):
+    module.set_requires_gradient_sync(False)
+    yield
+    module.set_requires_gradient_sync(True)
+
+
+def shard(model, *, head=False, **how):
+    """fully_shard of each block, of the head if it is said, and of the model."""
+    for part in (*model.body.blocks, *([model.head] if head else []), model):
+        fully_shard(part, mesh=init_device_mesh("cpu", (RANKS,)), **how)
+    return model
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "how, head, reshard, half",
+    [
+        ("the wrapped model", "linear", True, False),
+        ("the wrapped model", "module", True, True),
+        ("a step", "module", False, False),
+        ("the model inside", "linear", False, True),
+    ],
+)
+def test_fsdp(rank, how, head, reshard, half):
+    """The head in the root's group, or in a group of its own with the loss."""
+    wrapped = functools.partial(
+        shard, head=head == "module", reshard_after_forward=reshard, mp_policy=HALF if half else MixedPrecisionPolicy()
+    )
+    check_training(
+        rank,
+        Model(head),
+        lambda model: COMPILED[how](model, wrapped, TRACING),
+        unsynchronized,
+        micro_batches=2,
+        dtype=torch.bfloat16 if half else torch.float32,
+    )
+
+
+@two_ranks
+@pytest.mark.parametrize("head", ["linear", "module"])
+def test_fsdp_gathers_the_head_once_a_step(rank, head):
+    """Not once a chunk: here 8 chunks of 4 rows, and no more collectives than without the rewrite."""
+    counted = []
+    for backend in (TRACING, "aot_eager"):
+        with fresh(chunk_size=4), collect() as sites:
+            module = shard(Model(head), head=head == "module", reshard_after_forward=True)
+            step = torch.compile(module, backend=backend)
+            for _ in range(2):  # the first compiles
+                with watched() as seen:
+                    step(*batch(rank, 0)).backward()
+        counted.append(seen.collectives)
+    assert [(site.reason, site.chunk_size) for site in sites] == []
+    assert counted[0] == counted[1] and counted[0] == [], str(counted[0])
