@@ -245,8 +245,9 @@ def linear_cross_entropy(
     # float16 can't choose its scale before it knows the cotangents, and those of the z-loss depend on the statistics
     small = chunk_size is None and settings.chunk_size is None and chunking.statistics_first(rows, h.dtype, h.device)
     fits = not small and not (h.dtype == torch.float16 and (z_loss or shard is not None))
-    # torch.export keeps the forward only, whose ops must then have the derivative
-    one_pass = fits and reduction != "none" and any(needs) and not torch.compiler.is_exporting()
+    # torch.export, which takes no process groups, keeps the forward only, whose ops must then have the derivative
+    exporting = torch.compiler.is_exporting() and shard is None
+    one_pass = fits and reduction != "none" and any(needs) and not exporting
     if one_pass:
         result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place, shard)
     elif shard is not None:

@@ -28,7 +28,7 @@ from util import INDUCTOR, TRACING, CompileCounterWithBackend, collect, fresh
 
 import flce_inductor
 
-SECONDS = 120  # for one test; a rank that waits for the other gives up earlier
+SECONDS = 240  # for one test; a rank that waits for the other gives up earlier
 RANKS = 2
 
 
