@@ -196,3 +196,16 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 def all_reduced(x: torch.Tensor, how: str, group: str) -> torch.Tensor:
     """x reduced ("sum", "max") over the process group of that name, as a new tensor; a graph may hold it."""
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group))
+
+
+def dtensor_method(target: Any) -> tuple[str, list[Any]] | None:
+    """The method of DTensor that a function in Dynamo's graph calls, and its arguments, which are bound to it.
+
+    Before torch 2.13 there is such a function for to_local and redistribute; later they are methods in the graph.
+    """
+    called = getattr(target, "__name__", "")
+    if getattr(target, "__module__", "") != "torch._dynamo.variables.tensor" or not called.startswith("prim_"):
+        return None
+    bound = inspect.getclosurevars(target).nonlocals
+    given = [*bound.get("args_as_value", [None]), *bound.get("kwargs_as_value", {}).values()]
+    return called.removeprefix("prim_"), given

@@ -80,6 +80,11 @@ class Reason(enum.Enum):
         "a tensor subclass (such as DTensor) or a transform of torch.func (grad, vmap, jvp) takes part",
         "compile on plain tensors outside of transforms, or keep stock compile",
     )
+    SHARDED = (
+        "the head or its logits are a DTensor, in a form that is not known",
+        "hand the logits of a ColwiseParallel linear to cross_entropy as they are (under loss_parallel), or"
+        " call flce_inductor.linear_cross_entropy with the DTensor weight",
+    )
     DTYPE = (
         "the dtypes of the hidden states, weight and bias are not a combination that the ops take",
         "use one floating dtype, or float32 parameters with 16-bit hidden states (autocast)",

@@ -86,7 +86,7 @@ def unwrap(
         weight, bias = weight[:size], None if bias is None else bias[:size]
     if weight.shape[0] != size:
         raise ValueError(f"linear_cross_entropy: a shard of {weight.shape[0]} rows, expected {size} of {V}")
-    return _whole(input), weight, bias, _whole(target), Shard(start, size, width, V, group.group_name)
+    return whole(input), weight, bias, whole(target), Shard(start, size, width, V, group.group_name)
 
 
 def _group_of(weight: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -111,7 +111,7 @@ def _group_of(weight: Tensor, input: Tensor, group: dist.ProcessGroup | None) ->
     return own
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
     """All of x on each rank; its gradient is the same on each."""
     if not is_dtensor(x):
         return x

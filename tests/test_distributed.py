@@ -23,8 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from util import INDUCTOR, TRACING, CompileCounterWithBackend, collect, fresh
+from util import INDUCTOR, TRACING, CompileCounterWithBackend, Reason, collect, fresh
 
 import flce_inductor
 
@@ -697,3 +698,153 @@ def test_fsdp_gathers_the_head_once_a_step(rank, reshard):
     ours, stock = counted
     assert ours == stock
     assert ours.count(("all_gather", CLASSES * WIDTH // RANKS)) == 1 + reshard
+
+
+# ---------------------------------------------------------------- tensor parallel, from the graph
+
+
+class Parallel(nn.Module):
+    """A head under ColwiseParallel, and what loss does with its logits."""
+
+    def __init__(self, loss, bias=True):
+        super().__init__()
+        self.body, self.head, self.loss = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES, bias=bias), loss
+
+    def forward(self, x, labels):
+        return self.loss(self.head(self.body(x)), labels)
+
+
+def mean(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+LOSSES = {
+    "mean": mean,
+    "sum of floats": lambda z, y: 2 * F.cross_entropy(z.view(-1, CLASSES).float(), y.view(-1), reduction="sum"),
+    "none": lambda z, y: F.cross_entropy(z.view(-1, CLASSES), y.view(-1), reduction="none"),
+    "smoothing": lambda z, y: F.cross_entropy(z.view(-1, CLASSES), y.view(-1), label_smoothing=0.1),
+}
+LAYOUTS = {
+    # what ColwiseParallel is told, and the context of the loss
+    "loss_parallel": ({"output_layouts": Shard(-1), "use_local_output": False}, loss_parallel),
+    "sequence parallel": (
+        {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False},
+        loss_parallel,
+    ),
+    "gathered": ({"output_layouts": Replicate()}, contextlib.nullcontext),
+}
+
+
+def check_parallel(rank, layout, loss, *, reason=None, backend=TRACING, bias=True):
+    """A compiled step under ColwiseParallel equals one process in float64; what is communicated."""
+    how, context = LAYOUTS[layout]
+    model, x = Parallel(loss, bias), torch.randn(BATCH, LENGTH, WIDTH)
+    labels = torch.randint(CLASSES, (BATCH, LENGTH))
+    labels[:, ::3] = -100
+    expected = copy.deepcopy(model).double()
+    wide = x.double().requires_grad_()
+    total = expected(wide, labels)
+    total.backward(upstream(total))
+
+    parallelize_module(model, init_device_mesh("cpu", (RANKS,)), {"head": ColwiseParallel(**how)})
+    part = slice(None) if "input_layouts" not in how else slice(rank * LENGTH // RANKS, (rank + 1) * LENGTH // RANKS)
+    x = x[:, part].clone().requires_grad_()
+    with fresh(chunk_size=8), collect() as sites, context(), watched() as seen:
+        actual = torch.compile(model, backend=backend)(x, labels)
+        plain = actual.to_local() if isinstance(actual, DTensor) else actual
+        plain.backward(upstream(plain))
+    assert [site.reason for site in sites] == [reason], "\n".join(map(str, sites))
+    close(plain, total)
+    close(x.grad, wide.grad[:, part])
+    for (name, p), e in zip(model.head.named_parameters(), expected.head.parameters(), strict=True):
+        close(p.grad.full_tensor(), e.grad, what=name)
+    return actual, sites, seen
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "layout, loss",
+    [
+        ("loss_parallel", "mean"),
+        ("loss_parallel", "sum of floats"),
+        ("sequence parallel", "none"),
+        ("sequence parallel", "mean"),
+        ("gathered", "smoothing"),
+        ("gathered", "none"),
+    ],
+)
+def test_colwise_parallel(rank, layout, loss):
+    """The rewrite of a DTensor head: no logits are gathered, and the loss is the kind of tensor that it was."""
+    actual, sites, seen = check_parallel(rank, layout, LOSSES[loss], bias=loss != "mean")
+    assert isinstance(actual, DTensor) == (layout != "gathered")
+    rows = BATCH * LENGTH
+    assert max(size for _, size in seen.collectives) <= rows * WIDTH < rows * CLASSES
+    assert [(site.N, site.V, site.chunk_size) for site in sites] == [(str(rows), str(CLASSES), 8)]
+
+
+@two_ranks
+def test_colwise_parallel_left_alone(rank):
+    """What isn't known is left as it is, each with its reason."""
+
+    def log_softmax(z, y):
+        return F.nll_loss(F.log_softmax(z.flatten(0, 1), -1), y.flatten())
+
+    def scaled(z, y):
+        return mean(2 * z, y)
+
+    def weighted(z, y):
+        return F.cross_entropy(z.flatten(0, 1), y.flatten(), torch.ones(CLASSES, dtype=z.dtype))
+
+    check_parallel(rank, "loss_parallel", log_softmax, reason=Reason.SHARDED)
+    check_parallel(rank, "loss_parallel", scaled, reason=Reason.SHARDED)
+    check_parallel(rank, "gathered", weighted, reason=Reason.SHARDED)
+    check_parallel(rank, "gathered", lambda z, y: mean(z, y) + z.logsumexp(-1).mean(), reason=Reason.READER)
+
+
+# ---------------------------------------------------------------- shards of the rows
+
+
+@two_ranks
+@pytest.mark.parametrize("how", ["explicit", "explicit none", "sum", "none", "count inside"])
+def test_a_rank_whose_labels_are_all_ignored(rank, how):
+    """Context parallel: it contributes zero, not NaN, where the normaliser is that of all ranks."""
+    h, weight, _, target = problem()
+    rows = (slice(0, 20), slice(20, N))
+    target[rows[1]] = -100
+    expected, (dh, dweight) = reference(h, weight, None, target)
+    x, w = h[rows[rank]].clone().requires_grad_(), weight.clone().requires_grad_()
+    labels = target[rows[rank]]
+
+    def count(labels):
+        valid = (labels != -100).sum()
+        dist.all_reduce(valid)
+        return valid
+
+    def explicit(x, w, labels, valid):
+        return flce_inductor.linear_cross_entropy(x, w, labels, reduction="sum") / valid
+
+    def explicit_none(x, w, labels, valid):
+        return flce_inductor.linear_cross_entropy(x, w, labels, reduction="none").sum() / valid
+
+    def total(x, w, labels, valid):
+        return F.cross_entropy(F.linear(x, w), labels, reduction="sum") / valid
+
+    def none(x, w, labels, valid):
+        return (F.cross_entropy(F.linear(x, w), labels, reduction="none") / valid).sum()
+
+    def inside(x, w, labels, valid):
+        return F.cross_entropy(F.linear(x, w), labels, reduction="sum") / count(labels)
+
+    fn = {"explicit": explicit, "explicit none": explicit_none, "sum": total, "none": none, "count inside": inside}[how]
+    with fresh(), collect() as sites:
+        step = fn if how.startswith("explicit") else torch.compile(fn, backend=TRACING, fullgraph=True)
+        loss = step(x, w, labels, count(labels))
+        loss.backward(torch.tensor(0.5))
+    assert [site.reason for site in sites] == [None] * (not how.startswith("explicit"))
+    if rank == 1:
+        assert loss == 0 and x.grad.eq(0).all() and w.grad.eq(0).all()
+    close(x.grad, dh[rows[rank]])
+    loss = loss.detach()
+    for whole, e in ((loss, expected), (w.grad, dweight)):
+        dist.all_reduce(whole)
+        close(whole, e)
