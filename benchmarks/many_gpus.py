@@ -62,7 +62,8 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _of_module(module: nn.Module, backend: str) -> Provider:
-    compiled = torch.compile(module, backend=backend)
+    options = {"flce_inductor.min_logits_bytes": 0} if backend == "flce_inductor" else None
+    compiled = torch.compile(module, backend=backend, options=options)
 
     def step(h, target):
         loss = compiled(h, target)
@@ -220,8 +221,8 @@ def measure(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, 
         expected[2] /= dist.get_world_size()
     rows: dict[str, dict] = {}
     ready: dict[str, Callable[[], Any]] = {}
+    torch._dynamo.reset()
     for name, make in MODES[mode](weight).items():
-        torch._dynamo.reset()
         try:
             with collect() as sites:
                 provider = make()
@@ -236,6 +237,9 @@ def measure(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, 
             errors = [clock.largest(float((a - e).norm() / e.norm())) for a, e in zip(grads, wanted, strict=True)]
             del grads, loss
             rewritten = [site.reason is None for site in sites]
+            for site in filter(lambda site: site.reason, sites):
+                print(site, file=sys.stderr)
+            expect = [True] if name == "ours" and mode != "vocab" else []  # where the pass has something to do
             for _ in range(2):
                 step()
             h.grad = provider.parameter.grad = None
@@ -249,7 +253,7 @@ def measure(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, 
             "provider": name,
             "peak_plus_mib": None if peak is None else round(peak, 1),
             **dict(zip(("loss_err", "dh_err", "dweight_err"), errors, strict=True)),
-            "gate": all(error < tolerance for error in errors) and (name != "ours" or all(rewritten)),
+            "gate": all(error < tolerance for error in errors) and rewritten == expect,
         }
     del expected
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -296,7 +300,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=120))
+    backend, where = ("nccl", {"device_id": device}) if cuda else ("gloo", {})
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=120), **where)
     N, H, V = map(int, args.shape.split("x"))
     about = {
         "ranks": dist.get_world_size(),
