@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -379,7 +379,7 @@ class RowProgram(NamedTuple):
         return program
 
     def __call__(self, statistics: Sequence[Tensor], row_inputs: Sequence[Tensor]) -> Cotangents:
-        registers = [*statistics, *row_inputs]
+        registers = [*statistics[: len(ROW_STATISTICS)], *row_inputs]
         dtype = statistics[0].dtype
         for op, *operands in self.steps:
             values = [registers[x[1]] if isinstance(x, list) else x for x in operands]
@@ -419,7 +419,8 @@ def run(
     want: Want = NOTHING_MORE,
     saved: Statistics | None = None,  # known statistics (max, logsum, and pz with its cotangent), each [N]
     cotangents: Cotangents | None = None,  # each [N]
-    program: str = "",  # or a RowProgram's text that computes them
+    program: str | Callable[[Statistics, Sequence[Tensor]], Cotangents] = "",  # or a RowProgram's text that computes
+    # them; or a function like it, which may change the statistics that it is given in place
     row_inputs: Sequence[Tensor] = (),  # each [N], read by program
     needs: Needs = NO_GRADIENTS,
     plan: Plan = Plan(),  # noqa: B008  immutable
@@ -438,7 +439,7 @@ def run(
         head = _Head(h, weight, target, bias, class_weight, how, plan, into)
         dtype = stat_dtype(h.dtype)
         g = Cotangents(*(None if x is None else x.to(dtype) for x in cotangents or Cotangents()))
-        computed = RowProgram.parse(program) if program else None
+        computed = program if callable(program) else RowProgram.parse(program) if program else None
         if saved is not None:
             stats, grads = None, head.vocabulary_major(saved, g, needs)
             if h.dtype == torch.float16:  # nothing is deferred
@@ -446,7 +447,7 @@ def run(
                     kernels.scale_(grad, grads.unscale)
         elif plan.vocabulary_major and any(needs):
             stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
-            g = g if computed is None else computed(stats[: len(ROW_STATISTICS)], row_inputs)
+            g = g if computed is None else computed(stats, row_inputs)
             grads = head.vocabulary_major(stats, g, needs)
         else:
             stats, grads = head.rows_major(want, g, computed, row_inputs, needs)
@@ -577,7 +578,7 @@ class _Head:
             chunk_stats, chunk_g = kernels.select(stats, chunk), kernels.select(g, chunk)
             if grad and program is not None:
                 self.rows_(slab, chunk, chunk_stats, None, stats=True, grad=False)
-                chunk_g = program(chunk_stats[: len(ROW_STATISTICS)], [x[chunk] for x in row_inputs])
+                chunk_g = program(chunk_stats, [x[chunk] for x in row_inputs])
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=False, grad=True)
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
