@@ -33,7 +33,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _by_shape(lines: list[dict]) -> dict[str, dict[str, dict]]:
-    """"N x H x V" (and the dtype, where it isn't bfloat16) to the lines of its providers."""
+    """ "N x H x V" (and the dtype, where it isn't bfloat16) to the lines of its providers."""
     shapes: dict[str, dict[str, dict]] = {}
     for line in lines:
         dtype = "" if line["dtype"] == "bfloat16" else f", {line['dtype']}"
