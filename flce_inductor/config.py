@@ -10,6 +10,7 @@
 | tolerance | 0.02 | of those as fast as the fastest up to this share of its time, the one with the smallest slab |
 | min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
 | min_vocab_size | 128 | a head with fewer classes is left alone: its logits are no wider than a GEMM's tile |
+| skip_ignored | "auto" | rows whose label is ignored cost nothing: wherever the host needn't wait to learn how many; True, False |
 | unused_logits | "keep" | "nan": logits that a training step returns beside its loss become NaN without memory |
 
 A wrong value raises ValueError that names the key, the value and what is allowed.
@@ -20,13 +21,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Optional
+from typing import Optional, Union
 
 from . import _compat
 
 PREFIX = "flce_inductor"
 ACCUM_DTYPES = ("auto", "param", "float32")
 UNUSED_LOGITS = ("keep", "nan")
+SKIP_IGNORED = ("auto", True, False)
 
 
 def check_accum_dtype(value: object, name: str = f"{PREFIX}.accum_dtype") -> None:
@@ -57,6 +59,11 @@ def _check_bool(value: object, key: str, optional: bool = False) -> None:
         raise ValueError(f"{PREFIX}.{key}={value!r}: allowed are True and False" + (" and None" if optional else ""))
 
 
+def _check_skip(value: object) -> None:
+    if not any(value is choice for choice in SKIP_IGNORED) and value != "auto":
+        raise ValueError(f"{PREFIX}.skip_ignored={value!r}: allowed are {', '.join(map(repr, SKIP_IGNORED))}")
+
+
 def _check_tolerance(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise ValueError(f"{PREFIX}.tolerance={value!r}: allowed is a number from 0 to below 1")
@@ -75,6 +82,7 @@ class Settings:
     min_logits_bytes: int = 64 << 20
     min_vocab_size: int = 128
     unused_logits: str = "keep"
+    skip_ignored: str | bool = "auto"
 
 
 @_compat.constant
@@ -112,6 +120,7 @@ def install() -> None:
                 defaults.unused_logits,
                 lambda v: _check_choice(v, f"{PREFIX}.unused_logits", UNUSED_LOGITS),
             ),
+            "skip_ignored": (Union[str, bool], defaults.skip_ignored, _check_skip),  # noqa: UP007
             **{
                 key: (int, getattr(defaults, key), functools.partial(_check_least, key=key))
                 for key in ("min_logits_bytes", "min_vocab_size")

@@ -106,6 +106,20 @@ class Reason(enum.Enum):
         "report the spelling",
     )
 
+    # hoist: rewritten, but rows whose label is ignored are computed, too
+    ALL_ROWS = (
+        "a statistic other than the loss is wanted of every row",
+        "nothing is wrong; without label smoothing, z-loss, accuracy and the like ignored rows would cost nothing",
+    )
+    LATE_COUNT = (
+        "how many labels count isn't known before the model has run",
+        "pass labels into the compiled function, or set flce_inductor.skip_ignored=True, which waits for the device",
+    )
+    CUDA_GRAPHS = (
+        "a CUDA graph runs the same launches whatever the labels are",
+        "compile without CUDA graphs if most labels are ignored",
+    )
+
     # hoist: rewritten, but forward and backward both compute the logits (8 NVH instead of 6)
     NO_BACKWARD = ("no gradient reaches this loss in the graph", "nothing to do for inference")
     TWO_BACKWARDS = (
@@ -228,6 +242,8 @@ class Site:
     one_pass: bool | None = None  # None: not known (no backward seen)
     pass_reason: Reason | None = None
     tuned: str = ""  # what was chosen by timing, and all times
+    skips: bool | None = None  # whether ignored rows cost nothing; None: nobody asked
+    skip_reason: Reason | None = None
     returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
     attempt: tuple[Any, int] = dataclasses.field(default_factory=_attempt, repr=False)
 
@@ -250,6 +266,11 @@ class Site:
         elif self.pass_reason is not None:
             lines.append(f"    the backward computes the logits again (8 NVH) because {self.pass_reason.text}")
             lines.append(f"    to change that: {self.pass_reason.advice}")
+        if self.skips:
+            lines.append("    rows whose label is ignored cost nothing")
+        elif self.skip_reason is not None:
+            lines.append(f"    rows whose label is ignored are computed, too, because {self.skip_reason.text}")
+            lines.append(f"    to change that: {self.skip_reason.advice}")
         if self.tuned:
             lines.append(f"    tuned: {self.tuned}")
         return "\n".join(lines)
@@ -306,6 +327,14 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
         log.info("%s: not in one pass: %s%s", place, reason.text, f" ({detail})" if detail else "")
     for site in _rewritten_at(place):
         site.one_pass, site.pass_reason = reason is None, reason
+
+
+def record_skip(node: torch.fx.Node, reason: Reason | None) -> None:
+    """Whether a hoisted node leaves ignored rows out (None), or why not."""
+    place = where(node)
+    log.info("%s: ignored rows %s", place, f"are computed, too: {reason.text}" if reason else "cost nothing")
+    for site in _rewritten_at(place):
+        site.skips, site.skip_reason = reason is None, reason
 
 
 def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config as inductor_config
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -29,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import _compat, chunking, config, ops  # noqa: F401  ops registers the three operators
-from .explain import Reason, record_pass
-from .runtime import ROW_OPS, ROW_STATISTICS, RowProgram
+from .explain import Reason, record_pass, record_skip
+from .runtime import ROW_OPS, ROW_STATISTICS, Plan, RowProgram
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _STATS = torch.ops.flce_inductor.row_stats.default
@@ -658,8 +659,10 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
             for parts in zip(*(m.row_inputs for m in members), strict=True)
         ]
         program = (row_inputs, first.program)
+        counted = _counted(graph, new, members, target)
+        last = [] if counted is None else [*Plan(), counted]
         fused = new(
-            _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs)
+            _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs), *last
         )
         if _compat.partitioner_takes_tuples():
             fused.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -681,6 +684,64 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
                 for member in members[1:]:
                     _drop(member.gradient(i))
                 _replace(first.backward, i, gradient)
+
+
+def _counted(graph: Graph, new: _Writer, members: list[_Site], target: Node) -> Node | None:
+    """How many rows have a label, if those that don't may be left out; record why not."""
+    setting, first = config.current().skip_ignored, members[0]
+    if setting is False:
+        return None
+    early = _ancestors_of_labels(target)
+    cuda = target.meta["val"].device.type == "cuda"
+    reason = None
+    if not all(_reads_nll_alone(member) for member in members):
+        reason = Reason.ALL_ROWS
+    elif cuda and inductor_config.triton.cudagraphs:
+        reason = Reason.CUDA_GRAPHS
+    elif cuda and setting == "auto" and early is None:
+        reason = Reason.LATE_COUNT
+    for member in members:
+        record_skip(member.stats, reason)
+    if reason is not None:
+        return None
+    counted = new(torch.ops.flce_inductor.count_rows.default, target, first.stats.args[5])
+    at = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in [*(early or ()), counted] if early is not None else ():
+        if node is at:
+            at = at.next
+        else:
+            at.prepend(node)
+    return counted
+
+
+def _reads_nll_alone(site: _Site) -> bool:
+    """Whether the graph reads no statistic of an ignored row: such a row's nll is 0, whatever its logits are."""
+    *_, want = site.stats.args
+    cotangents = RowProgram.parse(site.program).cotangents if site.program else site.cotangents
+    stack, readers = [n for n in site.stats.users if n.args[1] != 0], set()
+    while stack:
+        for user in stack.pop().users:
+            if _origin(user) is user:
+                readers.add(user)
+            else:
+                stack.append(user)
+    return not any(want) and readers <= {site.backward} and all(g is None for g in cotangents[1:])
+
+
+def _ancestors_of_labels(target: Node, most: int = 64) -> list[Node] | None:
+    """The operations that make the labels of the graph's inputs, in order; None if the model has a part in them."""
+    found, stack = set(), [target]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" or node in found:
+            continue
+        if node.op != "call_function" or len(found) == most:
+            return None
+        if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in tree_leaves(node.meta.get("val"))):
+            return None
+        found.add(node)
+        stack += node.all_input_nodes
+    return [n for n in target.graph.nodes if n in found]
 
 
 def _at_one(new: _Writer, members: list[_Site]) -> dict[Node, Node]:

@@ -64,6 +64,7 @@ def _run(
     want: list[bool],
     needs: list[bool],
     plan: runtime.Plan = runtime.Plan(),  # noqa: B008  immutable
+    counted: Any = None,
 ) -> tuple[list, list]:
     """One call of run_: the statistics that the op returns, and dh, dweight, dbias, unscale."""
     node = V.graph.current_node
@@ -84,6 +85,7 @@ def _run(
         want,
         needs,
         *plan,
+        counted,
         [s for s, wanted in zip(stats, (True, True, True, *want), strict=False) if wanted],
         grads[0] if needs[0] else None,
         grads[1] if needs[1] and not own else None,
@@ -126,10 +128,12 @@ def register() -> None:
         return to_dtype(lowerings[torch.ops.aten.mul.Tensor](wide, factor), x.get_dtype())
 
     @register_lowering(_OPS.row_stats_with_grads.default, type_promotion_kind=None)
-    def row_stats_with_grads(*args, **plan):
+    def row_stats_with_grads(*args, **more):
         # where stock Inductor has met the op before, arguments that have defaults come by name
-        how, want, needs, plan = args[11:18], args[18], args[19], runtime.Plan(*args[20:], **plan)
-        stats, grads = _run(args[:5], (None,) * 3, args[5:9], args[9:11], how, want, needs, plan)
+        more |= dict(zip((*runtime.Plan._fields, "counted"), args[20:], strict=False))
+        how, want, needs, counted = args[11:18], args[18], args[19], more.pop("counted", None)
+        plan = runtime.Plan(**more)
+        stats, grads = _run(args[:5], (None,) * 3, args[5:9], args[9:11], how, want, needs, plan, counted)
         return (*stats, *grads)
 
 
@@ -162,7 +166,7 @@ def tune(graph: torch.fx.Graph) -> None:
             continue
         times = _times(problem, settings)
         chosen = choose(times, problem, settings.tolerance)
-        node.args = (*node.args[:12], chosen.chunk_size, *node.args[13:20], *chosen.plan)
+        node.args = (*node.args[:12], chosen.chunk_size, *node.args[13:20], *chosen.plan, *node.args[22:])
         record_tuning(node, str(chosen), {str(c): seconds for c, seconds in times.items()})
 
 

@@ -123,7 +123,8 @@ def row_stats_backward(h, weight, target, bias, class_weight, max, logsum, pz, g
 @_op(
     "row_stats_with_grads",
     f"({_HEAD}, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW}, {_WANT}, bool[3] needs,"
-    f" bool vocabulary_major=False, str accumulate='library') -> ({_STATS}, {_GRADS}, Tensor unscale)",
+    f" bool vocabulary_major=False, str accumulate='library', Tensor? counted=None)"
+    f" -> ({_STATS}, {_GRADS}, Tensor unscale)",
 )
 def row_stats_with_grads(
     h, weight, target, bias, class_weight, g_nll, g_lse, g_zsum, g_pz, row_inputs, row_program, *rest
@@ -132,9 +133,10 @@ def row_stats_with_grads(
 
     dh, dweight, dbias are to be multiplied by unscale [] (in float32, together with what else is deferred). It is 1
     except for float16, whose gradients are kept at a power of two that uses its range; float16 takes no row_program.
-    vocabulary_major and accumulate: how lowering.py's tuner found it fastest, see runtime.Plan.
+    vocabulary_major and accumulate: how lowering.py's tuner found it fastest, see runtime.Plan. counted: of count_rows,
+    for a caller who reads no statistic but nll, and nothing of rows whose label is ignored: they may be left out.
     """
-    how, want, needs, plan = rest[:7], rest[7], rest[8], rest[9:]
+    how, want, needs, plan, counted = rest[:7], rest[7], rest[8], rest[9:11], rest[11:]
     stats, grads = runtime.run(
         h,
         weight,
@@ -148,8 +150,20 @@ def row_stats_with_grads(
         row_inputs=row_inputs,
         needs=Needs(*needs),
         plan=_plan(*plan),
+        counted=next(iter(counted), None),
     )
     return (*_filled(h, stats), *grads)
+
+
+@_op("count_rows", "(Tensor target, int ignore_index) -> Tensor")
+def count_rows(target, ignore_index):
+    """How many labels aren't ignore_index: [1] int64 in host memory, which a GPU fills in later."""
+    return runtime.count_rows(target, ignore_index)
+
+
+@_fake("count_rows")
+def _(target, ignore_index):
+    return torch.empty(1, dtype=torch.int64)
 
 
 _INTO = "Tensor(a!)[] stats, Tensor(b!)? dh, Tensor(c!)? dweight, Tensor(d!)? slab"
@@ -158,7 +172,7 @@ _INTO = "Tensor(a!)[] stats, Tensor(b!)? dh, Tensor(c!)? dweight, Tensor(d!)? sl
 @_op(
     "run_",
     f"({_HEAD}, Tensor? max, Tensor? logsum, Tensor? pz, {_COTANGENTS}, Tensor[] row_inputs, str row_program, {_HOW},"
-    f" {_WANT}, bool[3] needs, bool vocabulary_major, str accumulate, {_INTO})"
+    f" {_WANT}, bool[3] needs, bool vocabulary_major, str accumulate, Tensor? counted, {_INTO})"
     " -> (Tensor own_dweight, Tensor dbias, Tensor unscale)",
 )
 def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g_zsum, g_pz, *rest):
@@ -167,7 +181,7 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
     max, logsum [N] (and pz with its cotangent) are the saved statistics of row_stats_backward, else None. stats: the
     wanted ones, written; none if saved. A gradient that is needed but has no buffer is returned, the others are empty.
     """
-    row_inputs, program, *how, want, needs, vocabulary_major, accumulate, stats, dh, dweight, slab = rest
+    row_inputs, program, *how, want, needs, vocabulary_major, accumulate, counted, stats, dh, dweight, slab = rest
     want, needs = Want(*want), Needs(*needs)
     passes = "its backward" if max is not None else "loss and gradients" if any(needs) else "its statistics"
     record_run(passes, h.shape[1], weight.shape[0], h.dtype, how[1])
@@ -195,6 +209,7 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
             needs=needs,
             plan=_plan(vocabulary_major, accumulate),
             into=into,
+            counted=counted,
         )
     except Exception:
         for x in stats:  # before torch 2.13 AOTInductor's code prints the error and goes on with what it finds here
@@ -207,7 +222,7 @@ def run_(h, weight, target, bias, class_weight, max, logsum, pz, g_nll, g_lse, g
 
 @_fake("run_")
 def _(h, weight, target, bias, class_weight, *rest):
-    *_, needs, _vocabulary_major, _accumulate, _stats, _dh, dweight, _slab = rest
+    *_, needs, _vocabulary_major, _accumulate, _counted, _stats, _dh, dweight, _slab = rest
     _, own_dweight, dbias = _fake_grads(h, weight, bias, [False, needs[1] and dweight is None, needs[2]])
     return own_dweight, dbias, h.new_empty((), dtype=stat_dtype(h.dtype))
 
@@ -267,7 +282,7 @@ def _(h, weight, target, bias, *rest):
 @_fake("row_stats_with_grads")
 def _(h, weight, target, bias, class_weight, *rest):
     runtime.check_shapes(h, weight, target, bias, class_weight)
-    program, how, want, needs, plan = rest[5], rest[6:13], rest[13], rest[14], rest[15:]
+    program, how, want, needs, plan = rest[5], rest[6:13], rest[13], rest[14], rest[15:17]
     _how(*how)
     _plan(*plan)
     if program:

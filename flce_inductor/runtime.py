@@ -22,6 +22,7 @@ Nothing here waits for the device: counts, scales and the check of the labels st
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -315,6 +316,32 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return out
 
 
+# ---------------------------------------------------------------- rows that count
+
+_WORTH = 32  # leaving out less than 1 of so many rows saves less than gathering the others costs
+_arrivals: dict[int, torch.cuda.Event] = {}  # by the address of a number in host memory: when it is there
+
+
+def count_rows(target: Tensor, ignore_index: int) -> Tensor:
+    """How many labels aren't ignore_index: [1] int64 in host memory, without waiting for it (see _arrived)."""
+    count = (target != ignore_index).sum().view(1)
+    if target.device.type != "cuda":
+        return count.cpu()
+    here = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    here.copy_(count, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(target.device))
+    _arrivals[here.data_ptr()] = event
+    return here
+
+
+def _arrived(count: Tensor) -> int:
+    """The number that count_rows gave, once the device has written it: long ago, if it was asked for early."""
+    if event := _arrivals.get(count.data_ptr()):
+        event.synchronize()
+    return int(count)
+
+
 # ---------------------------------------------------------------- row programs
 
 # What a row program may compute on vectors of one number per row: elementwise, so that a chunk's rows stand alone. The
@@ -425,6 +452,7 @@ def run(
     needs: Needs = NO_GRADIENTS,
     plan: Plan = Plan(),  # noqa: B008  immutable
     into: Buffers = Buffers(),  # noqa: B008  immutable
+    counted: Tensor | None = None,  # of count_rows: rows that don't count may be left out, their max and logsum too
 ) -> tuple[Statistics | None, Gradients]:
     """Row statistics (unless saved), and the gradients that are needed for the cotangents of each row.
 
@@ -449,6 +477,8 @@ def run(
             stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
             g = g if computed is None else computed(stats, row_inputs)
             grads = head.vocabulary_major(stats, g, needs)
+        elif counted is not None and (count := _arrived(counted)) <= len(h) - max(1, len(h) // _WORTH):
+            stats, grads = head.counted(count, g, computed, row_inputs, needs)
         else:
             stats, grads = head.rows_major(want, g, computed, row_inputs, needs)
     if not on_cpu:  # last, as the device has something to do while its launches are prepared
@@ -582,17 +612,51 @@ class _Head:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=False, grad=True)
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
-            if needs.dh:
-                for part in parts:
-                    dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if part.start == 0 else 1)
             if dweight is not None:
                 dweight.add(slab, self.h[chunk], parts, first=lo == 0)
+            if needs.dh:  # after dweight, as it may take the place of h (see counted)
+                for part in parts:
+                    dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if part.start == 0 else 1)
             if needs.dbias:
                 dbias += slab.sum(0, dtype=self.stats)
         total = self.weight.new_empty(0) if dweight is None else dweight.result()
         if N == 0:
             total.zero_()
         return stats, self.finish(dh, total, dbias, scale)
+
+    def counted(self, count: int, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
+        """rows_major over the `count` rows that have a label, in their order: the others cost nothing.
+
+        Their nll, dh and, though they have some, max and logsum are zero. The rows that count are gathered into the
+        buffer of dh, and spread over it again at the end, through the slab: nothing more is allocated.
+        """
+        N, H = self.h.shape
+        order = torch.argsort((self.target == self.how.ignore_index).to(torch.uint8), stable=True)
+        at = order[:count]
+        dh = self.dh(needs.dh, self.dtype)
+        h = torch.index_select(self.h, 0, at, out=dh[:count] if needs.dh else None)
+        compact = copy.copy(self)
+        compact.N, compact.rows = count, max(1, min(self.rows, count))
+        compact.h, compact.target = h, self.target[at]
+        compact.into = self.into._replace(stats=None, dh=h if needs.dh else None)
+        g = Cotangents(*(None if x is None else x[at] for x in g))
+        stats, grads = compact.rows_major(NOTHING_MORE, g, program, [x[at] for x in row_inputs], needs)
+        spread = self.into.stats or Statistics(*(self.empty(N, dtype=self.stats) for _ in range(3)))
+        for x in spread[:3]:
+            x.zero_()
+        spread.nll.index_copy_(0, at, stats.nll)
+        if needs.dh:
+            room = self.into.slab
+            if room is None or room.numel() < H:
+                room = self.empty(max(H, kernels.SCRATCH_BYTES // self.dtype.itemsize))
+            step = room.numel() // max(1, H)
+            for lo in reversed(range(0, count, step)):  # no row moves forward
+                compacted = dh[lo : min(lo + step, count)]
+                moved = room[: compacted.numel()].view_as(compacted).copy_(compacted)
+                dh.index_copy_(0, at[lo : lo + step], moved)
+            dh.index_fill_(0, order[count:], 0)
+            grads = grads._replace(dh=dh)
+        return spread, grads
 
     def vocabulary_major(self, stats: Statistics, g: Cotangents, needs: Needs) -> Gradients:
         N, V = self.N, self.V
