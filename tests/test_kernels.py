@@ -6,6 +6,7 @@ over the Triton kernel under the interpreter, because TRITON_INTERPRET has to be
 A kernel takes a second to compile, so the GPU runs each test in bfloat16 and only some in the other dtypes.
 """
 
+import functools
 import importlib.metadata
 import itertools
 import math
@@ -417,6 +418,21 @@ class TestRows:
         assert_right(impl, actual, expected, mode, size=5)
         assert whole[:, V:].isnan().all()
 
+    @pytest.mark.parametrize("V, width", [(50, 64), (9001, 9024), (1, 16), (32, 32)])
+    @pytest.mark.parametrize("features", [(), ("zsum", "class_weight", "pz", "argmax", "tanh")])
+    def test_a_padding_that_may_be_overwritten_has_no_part_in_anything(self, impl, mode, features, V, width):
+        if impl.rows_ is not triton_rows_:
+            pytest.skip("only the Triton kernel makes use of it")
+        whole, *_ = problem(impl, V=width)
+        _, target, g_nll, g_lse = problem(impl, V=V)
+        whole[:, V:] = math.nan
+        slab = whole[:, :V]
+        given = options(features, slab)
+        expected = reference(slab, target, g_nll, g_lse, **for_reference(given))
+        lent = impl._replace(rows_=functools.partial(triton_rows_, padded=True))
+        actual = run(lent, slab, target, g_nll, g_lse, mode=mode, saved=expected, **given)
+        assert_right(impl, actual, expected, mode, size=10, z_error=Z_ERROR)
+
     @pytest.mark.parametrize("label", [-1, 50, -(10**12), 2**62])
     def test_an_outside_label_accesses_nothing_and_has_no_plausible_loss(self, impl, mode, label):
         whole, _, g_nll, g_lse = problem(impl, C=9, V=64)
@@ -761,8 +777,7 @@ def test_scale_and_accumulate_compile(capability, into, tmp_path, monkeypatch):
     source = ASTSource(kernels._load_scale(), scale, {"BLOCK": 4096})
     assert f".target sm_{capability}" in triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
 
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    blocks = kernels._accumulate_config(dtypes[into], torch.bfloat16)
+    blocks = kernels._accumulate_config(torch.bfloat16)
     constants = dict(zip(("BLOCK_M", "BLOCK_P", "BLOCK_K"), blocks, strict=False)) | {"FIRST": False, "GROUP": 8}
     for descriptors in (False, True) if capability >= 90 else (False,):
         kernel = kernels.load_accumulate(descriptors, ieee=False)
@@ -804,16 +819,19 @@ FEATURES = [
     FULL._replace(zsum=True, g_zsum=True),
     FULL._replace(zsum=True, g_zsum=True, class_weight=True, function="tanh"),
     FULL._replace(pz=True, g_pz=True),
+    FULL._replace(pz=True, zsum=True, g_pz=True, g_zsum=True, class_weight=True, function="tanh"),
     FULL._replace(argmax=True, function="affine"),
     FULL._replace(out=True, function="sigmoid"),
+    FULL._replace(padded=True),
+    RICH._replace(padded=True, out=False),
     RICH,
     RICH._replace(stats=False, zsum=False, argmax=False),
     RICH._replace(grad=False, g_nll=False, g_lse=False, g_zsum=False, g_pz=False, scale=False, out=False),
 ]
 
 
-def cross_compile(key, capability, signature, BLOCK, num_warps, aligned):
-    """The compiled kernel for `key`; signature and aligned by parameter name."""
+def cross_compile(key, capability, signature, itemsize, aligned):
+    """The compiled kernel for `key` and a slab of that itemsize; signature and aligned by parameter name."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -822,10 +840,12 @@ def cross_compile(key, capability, signature, BLOCK, num_warps, aligned):
     names = [parameter.name for parameter in kernel.params]
     for parameter in kernel.params:  # a float argument is passed as float32 unless annotated
         assert not parameter.name.startswith("z_") or parameter.annotation_type == signature[parameter.name]
-    signature = {name: signature[name] for name in names[:-1]} | {"BLOCK": "constexpr"}
+    block, num_warps = kernels._config(128256, key, itemsize)
+    constants = {"BLOCK": block, "GROUP": 16 // itemsize}
+    signature = {name: "constexpr" if name in constants else signature[name] for name in names}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in names}
     return triton.compile(
-        ASTSource(kernel, signature, {"BLOCK": BLOCK}, divisible),
+        ASTSource(kernel, signature, constants, divisible),
         target=GPUTarget("cuda", capability, 32),
         options={"num_warps": num_warps, "enable_fp_fusion": True},
     )
@@ -863,14 +883,17 @@ def test_the_triton_kernel_compiles(capability, slab_type, keys, tmp_path, monke
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for key in keys:
         stat = "fp64" if key.float64 else "fp32"
+        itemsize = int(slab_type[-2:]) // 8
         types = {"slab": f"*{slab_type}", "out": f"*{slab_type}", "target": "*i64", "argmax": "*i64"}
         signature = {f"{name}_ptr": types.get(name, f"*{stat}") for name in kernels.pointer_args(key)}
         signature |= dict.fromkeys(("row_stride", "out_row_stride", "V", "ignore_index"), "i32")
         signature |= dict.fromkeys(("z_scale", "z_shift", "z_cap"), stat)
         aligned = ("slab_ptr", "out_ptr", "class_weight_ptr", "row_stride", "out_row_stride")
-        compiled = cross_compile(key, capability, signature, *kernels._config(128256, key), aligned)
+        compiled = cross_compile(key, capability, signature, itemsize, aligned)
         ptx = compiled.asm["ptx"]
         assert f".target sm_{capability}" in ptx
+        scalar = re.findall(r"ld\.global\.b16|st\.global\.b16", ptx)
+        assert len(scalar) <= 2 or not key.padded, "the label's column alone"
         assert "ld.global.v" in ptx and ("st.global.v" in ptx) == key.grad  # V in no power of two, and still vectors
         assert ".local" not in ptx and spilled_bytes(compiled.asm["cubin"], tmp_path) == 0
 
@@ -908,14 +931,18 @@ def test_kernels_hold_exactly_the_features_in_use():
         assert ("tl.store(row_ptr" in source) == (key.grad and not key.out)
 
 
-@pytest.mark.parametrize("V, block, warps", [(1, 16, 1), (300, 512, 2), (8192, 8192, 32), (128256, 8192, 32)])
+@pytest.mark.parametrize(
+    "V, block, warps",
+    [(1, 16, 1), (300, 512, 2), (2048, 2048, 8), (8192, 8192, 32), (50257, 8192, 32), (128256, 16384, 32)],
+)
 def test_configuration_follows_the_vocabulary_and_the_registers(V, block, warps):
-    assert kernels._config(V, FULL) == (block, warps)
-    assert kernels._config(V, FULL._replace(float64=True))[0] == min(block, 4096)
-    assert kernels._config(V, FULL._replace(argmax=True, function="tanh")) == (block, warps)
-    assert kernels._config(V, RICH)[0] == min(block, 4096)
-    assert kernels._config(V, RICH._replace(float64=True))[0] == min(block, 2048)
-    assert kernels._config(128256, RICH)[1] == 32
+    assert kernels._config(V, FULL, 2) == (block, warps)
+    assert kernels._config(V, FULL, 4)[0] == min(block, 4096 if V == 50257 else 8192)
+    assert kernels._config(V, FULL, 8)[0] == min(block, 4096)
+    assert kernels._config(V, FULL._replace(pz=True, function="tanh"), 2) == (block, warps)
+    assert kernels._config(V, RICH, 2)[0] == min(block, 4096 if V == 50257 else 8192)
+    assert kernels._config(V, RICH, 8)[0] == min(block, 2048)
+    assert kernels._config(128256, RICH, 2)[1] == 32
 
 
 # ---------------------------------------------------------------- rows_: which implementation, and the fallback
@@ -945,7 +972,7 @@ def broken_triton(monkeypatch):
     broken = Broken()
     monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_unbuildable", set())
-    monkeypatch.setattr(kernels, "triton_rows_", broken)
+    monkeypatch.setattr(kernels, "_launch_rows", broken)
     return broken
 
 
@@ -1016,13 +1043,13 @@ def test_other_errors_are_not_hidden(broken_triton, error):
 
 def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkeypatch):
     taken = []
-    for name in ("triton_rows_", "torch_rows_"):
+    for name in ("_launch_rows", "torch_rows_"):
         monkeypatch.setattr(kernels, name, lambda *args, name=name, **options: taken.append(name))
     statistics = Statistics(None, None, None)
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(kernels, "TRITON_DEVICES", devices)
         rows_(torch.zeros(1, 2), None, statistics, None, IGNORE, stats=True, grad=False)
-    assert taken == ["torch_rows_", "triton_rows_"]
+    assert taken == ["torch_rows_", "_launch_rows"]
     monkeypatch.undo()
     assert kernels.TRITON_DEVICES == ("cuda", "xpu")
 
