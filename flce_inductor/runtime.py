@@ -446,8 +446,8 @@ def run(
     want: Want = NOTHING_MORE,
     saved: Statistics | None = None,  # known statistics (max, logsum, and pz with its cotangent), each [N]
     cotangents: Cotangents | None = None,  # each [N]
-    program: str | Callable[[Statistics, Sequence[Tensor]], Cotangents] = "",  # or a RowProgram's text that computes
-    # them; or a function like it, which may change the statistics that it is given in place
+    # or what computes them: a RowProgram's text, or a function, which may change the statistics that it is given
+    program: str | Callable[[Statistics, Sequence[Tensor]], Cotangents] = "",
     row_inputs: Sequence[Tensor] = (),  # each [N], read by program
     needs: Needs = NO_GRADIENTS,
     plan: Plan = Plan(),  # noqa: B008  immutable
