@@ -10,7 +10,7 @@
 | tolerance | 0.02 | of those as fast as the fastest up to this share of its time, the one with the smallest slab |
 | min_logits_bytes | 64 MiB | a head whose logits are smaller than this is left alone |
 | min_vocab_size | 128 | a head with fewer classes is left alone: its logits are no wider than a GEMM's tile |
-| skip_ignored | "auto" | rows whose label is ignored cost nothing: wherever the host needn't wait to learn how many; True, False |
+| skip_ignored | "auto" | rows whose label is ignored cost nothing: where their number is known early; True, False |
 | unused_logits | "keep" | "nan": logits that a training step returns beside its loss become NaN without memory |
 
 A wrong value raises ValueError that names the key, the value and what is allowed.

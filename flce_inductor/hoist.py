@@ -660,10 +660,8 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
         ]
         program = (row_inputs, first.program)
         counted = _counted(graph, new, members, target)
-        last = [] if counted is None else [*Plan(), counted]
-        fused = new(
-            _WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, list(first.needs), *last
-        )
+        last = (list(first.needs), *([] if counted is None else [*Plan(), counted]))
+        fused = new(_WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, *last)
         if _compat.partitioner_takes_tuples():
             fused.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         *stats, dh, dweight, dbias, unscale = (new(operator.getitem, fused, i) for i in range(10))

@@ -1,0 +1,267 @@
+"""Rows whose label is ignored are left out of the loop, and nothing of the result tells."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
+from util import CompileCounterWithBackend, fresh
+
+import flce_inductor
+from flce_inductor import runtime
+from flce_inductor.explain import Reason
+from flce_inductor.runtime import How, Needs
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+IGNORE = -100
+
+
+def problem(N=300, H=32, V=501, dtype=torch.float32, device="cpu", ignored=0.6, block=False, seed=0):
+    """h, weight and labels of which a share is ignored: here and there, or a block in front as of a prompt."""
+    gen = torch.Generator().manual_seed(seed)
+    h = torch.randn(N, H, generator=gen).to(device, dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=gen) / 3).to(device, dtype).requires_grad_()
+    target = torch.randint(V, (N,), generator=gen)
+    target[torch.arange(N) < ignored * N if block else torch.rand(N, generator=gen) < ignored] = IGNORE
+    return h, weight, target.to(device)
+
+
+def mean(h, weight, target):
+    return F.cross_entropy(F.linear(h, weight), target)
+
+
+def shifted(h, weight, target):
+    return F.cross_entropy(F.linear(h, weight).float(), F.pad(target, (0, 1), value=IGNORE)[1:])
+
+
+def focal(h, weight, target):
+    nll = F.cross_entropy(F.linear(h, weight), target, reduction="none")
+    return ((1 - torch.exp(-nll)) ** 2 * nll).sum() / (target != IGNORE).sum()
+
+
+def weighted(h, weight, target):
+    nll = F.cross_entropy(F.linear(h, weight), target, reduction="none")
+    return (nll * torch.linspace(0, 1, len(nll), device=nll.device, dtype=nll.dtype)).sum()
+
+
+def smooth(h, weight, target):
+    return F.cross_entropy(F.linear(h, weight), target, label_smoothing=0.1)
+
+
+def z_loss(h, weight, target):
+    logits = F.linear(h, weight)
+    return F.cross_entropy(logits, target) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+def accuracy(h, weight, target):
+    logits = F.linear(h, weight)
+    return F.cross_entropy(logits, target), (logits.argmax(-1) == target).sum()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of each product that makes logits."""
+    seen, original = [], runtime._Head.logits_
+
+    def spy(self, slab, rows, columns):
+        if columns.start == 0:
+            seen.append(rows.stop - rows.start)
+        return original(self, slab, rows, columns)
+
+    monkeypatch.setattr(runtime._Head, "logits_", spy)
+    return seen
+
+
+def gradients(fn, args, compiled=True, **keys):
+    h, weight, target = args
+    if compiled:
+        with fresh(**keys):
+            loss = torch.compile(fn, backend="flce_inductor")(h, weight, target)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+    h, weight = (x.detach().double().requires_grad_() for x in (h, weight))
+    loss = fn(h, weight, target)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+
+
+def assert_close(got, want, dtype):
+    limit = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-13}[dtype]
+    for a, b in zip(got, want, strict=True):
+        if torch.isnan(b).any():
+            assert torch.isnan(a).any()
+        else:
+            assert (a.double() - b).norm() <= limit * b.norm() + 1e-12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("fn", [mean, shifted, focal, weighted])
+def test_gradients_and_work(fn, dtype, device, products):
+    if (fn, dtype) in ((focal, torch.float16), (shifted, torch.float64)):
+        pytest.skip("float16 takes no row programs, and float64 logits are not cast down")
+    for ignored, block in ((0.6, False), (0.6, True), (0.97, False)):
+        args = problem(dtype=dtype, device=device, ignored=ignored, block=block)
+        products.clear()
+        got = gradients(fn, args, chunk_size=64)
+        target = F.pad(args[2], (0, 1), value=IGNORE)[1:] if fn is shifted else args[2]
+        count = int((target != IGNORE).sum())
+        assert products == [64] * (count // 64) + [count % 64] * (count % 64 > 0)
+        assert_close(got, gradients(fn, args, compiled=False), dtype)
+        assert not got[1][target == IGNORE].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_none_all_and_nearly_none_ignored(device, products):
+    for ignored, rows in ((0.0, [64] * 4 + [44]), (1.0, [0]), (0.01, [64] * 4 + [44])):
+        args = problem(device=device, ignored=ignored)
+        products.clear()
+        got = gradients(mean, args, chunk_size=64)
+        assert products == rows  # for a handful of rows gathering doesn't pay
+        assert_close(got, gradients(mean, args, compiled=False), torch.float32)
+
+
+@pytest.mark.parametrize("fn", [smooth, z_loss, accuracy])
+def test_statistics_of_all_rows(fn, products):
+    args = problem()
+    got = gradients(fn, args, chunk_size=64)
+    assert sum(products) == 300
+    assert_close(got, gradients(fn, args, compiled=False), torch.float32)
+    with fresh():
+        (site, *_) = flce_inductor.explain(torch.compile(fn, backend="flce_inductor"), *args)
+    assert site.skips is False and site.skip_reason is Reason.ALL_ROWS
+    assert "ignored are computed, too, because a statistic" in str(site)
+
+
+def test_key_and_report(products):
+    args = problem()
+    gradients(mean, args, skip_ignored=False)
+    assert sum(products) == 300
+    for value in ("auto", True):
+        with fresh(skip_ignored=value):
+            (site,) = flce_inductor.explain(torch.compile(mean, backend="flce_inductor"), *args)
+        assert site.skips and "rows whose label is ignored cost nothing" in str(site)
+    with fresh(skip_ignored=False):
+        (site,) = flce_inductor.explain(torch.compile(mean, backend="flce_inductor"), *args)
+    assert site.skips is None and "label is ignored" not in str(site)
+    for wrong in ("always", 1, None, 0):
+        message = r"flce_inductor\.skip_ignored=.*allowed are 'auto', True, False"
+        with pytest.raises(ValueError, match=message), fresh(skip_ignored=wrong):
+            pass
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_frozen_parts_bias_and_scratch_smaller_than_what_moves(device):
+    h, weight, target = problem(N=200, H=40, V=90, device=device)
+    bias = torch.randn(90, device=device)
+    counted = runtime.count_rows(target, IGNORE)
+    want = gradients(
+        lambda h, w, t: F.cross_entropy(F.linear(h, w, bias.to(h.dtype)), t, reduction="sum"),
+        (h, weight, target),
+        False,
+    )
+    for needs in (Needs(True, True, True), Needs(True, False, False), Needs(False, True, False)):
+        for slab in (None, torch.empty(7 * 128, device=device)):
+            into = runtime.Buffers(slab=slab)
+            how = How(IGNORE, 7)
+            g = runtime.Cotangents(torch.ones(200, device=device))
+            stats, grads = runtime.run(
+                h.detach(),
+                weight.detach(),
+                target,
+                bias,
+                None,
+                how,
+                cotangents=g,
+                needs=needs,
+                into=into,
+                counted=counted,
+            )
+            assert float(stats.nll.sum() - want[0]) < 1e-3 and not stats.nll[target == IGNORE].any()
+            for got, expected, needed in zip(grads, want[1:], needs[:2], strict=False):
+                assert not needed or (got.double() - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_length_and_count_is_one_compilation(device):
+    counter = CompileCounterWithBackend("flce_inductor")
+    with fresh(chunk_size=32):
+        compiled = torch.compile(mean, backend=counter, dynamic=True)
+        for N, ignored in ((300, 0.5), (64, 0.9), (133, 0.0), (31, 0.5), (500, 0.2)):
+            args = problem(N=N, ignored=ignored, device=device, seed=N)
+            loss = compiled(*args)
+            got = loss.detach(), *torch.autograd.grad(loss, args[:2])
+            assert_close(got, gradients(mean, args, compiled=False), torch.float32)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_are_counted_before_the_model_runs(device):
+    h, weight, target = problem(device=device)
+    layer = torch.randn(32, 32, device=device)
+    with fresh():
+        fn = torch.compile(lambda h, w, t: shifted(torch.tanh(h @ layer), w, t), backend="flce_inductor")
+        _, code = run_and_get_code(lambda: fn(h, weight, target).backward())
+    calls = re.findall(
+        r"count_rows|flce_inductor\.run_|extern_kernels\.mm|mkl\w*|tanh", code[0][code[0].index("def call") :]
+    )
+    assert calls.index("count_rows") == 0 and "flce_inductor.run_" in calls[1:]
+
+
+def test_what_an_ignored_row_holds_is_nobodys(products):
+    """Eager multiplies its NaN by 0; here the row isn't read."""
+    h, weight, target = problem()
+    with torch.no_grad():
+        h[target == IGNORE] = float("nan")
+    got = gradients(mean, (h, weight, target))
+    assert all(x.isfinite().all() for x in got)
+
+
+def cuda_args():
+    return problem(N=512, dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
+def test_labels_that_the_model_makes_are_known_too_late(_, products):
+    h, weight, target = cuda_args()
+
+    def late(h, weight, target):
+        return mean(h, weight, torch.where(h.float().sum(-1) > 0, target, IGNORE))
+
+    for setting, skips in (("auto", False), (True, True)):
+        with fresh(skip_ignored=setting):
+            (site,) = flce_inductor.explain(torch.compile(late, backend="flce_inductor"), h, weight, target)
+        assert site.skips is skips and (skips or site.skip_reason is Reason.LATE_COUNT)
+        assert_close(
+            gradients(late, (h, weight, target), skip_ignored=setting),
+            gradients(late, (h, weight, target), compiled=False),
+            torch.bfloat16,
+        )
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
+def test_cuda_graphs_compute_all_rows(_):
+    args = cuda_args()
+    with fresh(skip_ignored=True), torch._inductor.config.patch({"triton.cudagraphs": True}):
+        (site,) = flce_inductor.explain(torch.compile(mean, backend="flce_inductor"), *args)
+        assert site.skip_reason is Reason.CUDA_GRAPHS
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
+def test_no_more_memory_than_with_all_rows(_):
+    args = problem(N=4096, H=512, V=32000, dtype=torch.bfloat16, device="cuda")
+    peaks = []
+    for setting in (False, True):
+        with fresh(skip_ignored=setting):
+            compiled = torch.compile(mean, backend="flce_inductor")
+            for _ in range(2):
+                torch.cuda.synchronize()
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                grads = torch.autograd.grad(compiled(*args), args[:2])
+                peak = torch.cuda.max_memory_allocated() - before
+                del grads
+            peaks.append(peak)
+    assert peaks[1] <= peaks[0] + (1 << 20)
