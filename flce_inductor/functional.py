@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import chunking, config, kernels, ops, runtime
+from . import _compat, chunking, config, kernels, ops, runtime
 from .kernels import Cotangents, Epilogue, Statistics
 from .losses import REDUCTIONS, Loss
 from .runtime import RowProgram
@@ -211,7 +211,7 @@ def linear_cross_entropy(
     small = chunk_size is None and settings.chunk_size is None and chunking.statistics_first(rows, h.dtype, h.device)
     fits = not small and not (z_loss and h.dtype == torch.float16)
     # torch.export keeps the forward only, whose ops must then have the derivative
-    one_pass = fits and reduction != "none" and any(needs) and not torch.compiler.is_exporting()
+    one_pass = fits and reduction != "none" and any(needs) and not _compat.is_exporting()
     if one_pass:
         result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place)
     else:
