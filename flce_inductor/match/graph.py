@@ -70,7 +70,7 @@ _SAME_ORDER = {"view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze
 _PURE = {
     *_SAME_ORDER,
     *("getitem", "narrow", "select", "t", "transpose", "to", "long", "clamp", "clamp_min", "clamp_max"),
-    *("masked_fill", "clone", "eq", "ne"),
+    *("masked_fill", "clone", "eq", "ne", "__eq__", "__ne__"),  # the latter: == and != before torch 2.13
 }
 _PURE_FUNCTIONS = {F.pad, torch._C._nn.pad, torch.clamp, torch.where, torch.masked_fill, operator.eq, operator.ne}
 _RUNNING_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # nor do these
