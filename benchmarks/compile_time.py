@@ -30,6 +30,13 @@ PROVIDERS = {
 }
 
 
+def options(provider: str) -> dict:
+    """Arguments of torch.compile for one of PROVIDERS, or for "ours C=<rows>"."""
+    if provider.startswith("ours C="):
+        return {"backend": "flce_inductor", "options": {"flce_inductor.chunk_size": int(provider.partition("=")[2])}}
+    return PROVIDERS[provider]
+
+
 def worker(provider: str, shape: str, dtype: str, device: str) -> dict[str, float]:
     """Measure one provider in this process."""
     N, H, V = map(int, shape.split("x"))
@@ -43,7 +50,7 @@ def worker(provider: str, shape: str, dtype: str, device: str) -> dict[str, floa
         import flce_inductor  # noqa: F401
     imported = time.perf_counter() - start
     start = time.perf_counter()
-    torch.compile(eager, **PROVIDERS[provider])(h, weight, target).backward()
+    torch.compile(eager, **options(provider))(h, weight, target).backward()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
@@ -57,7 +64,7 @@ def main() -> int:
     parser.add_argument("--shape", default="8192x4096x128256", help="NxHxV")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--providers", default="compile,ours,ours tuned")
+    parser.add_argument("--providers", default="compile,ours,ours tuned", help='also "ours C=128"')
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=3, help="warm processes in a round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -7,7 +7,7 @@ step = torch.compile(train_step, options={"flce_inductor.enable": True})
 
 from typing import TYPE_CHECKING, Any
 
-from . import backend, ops  # noqa: F401  ops registers the operators, for graphs that were saved with them
+from . import backend, ops, parallel  # noqa: F401  they register the operators, for graphs saved with them
 from .backend import with_passes
 from .explain import Reason, explain
 

@@ -186,3 +186,31 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     """A size as a number where the graph knows one for now; None for one that only the data decides."""
     hint = size if isinstance(size, int) else size.node.hint
     return None if hint is None else int(hint)  # torch 2.11 has sympy's integers here
+
+
+# ---------------------------------------------------------------- many processes
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of a name that `group.group_name` gave."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def all_reduced(x: torch.Tensor, how: str, group: str) -> torch.Tensor:
+    """x reduced ("sum", "max") over the process group of that name, as a new tensor; a graph may hold it."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x.contiguous(), how, group))
+
+
+def dtensor_method(target: Any) -> tuple[str, list[Any]] | None:
+    """The method of DTensor that a function in Dynamo's graph calls, and its arguments, which are bound to it.
+
+    Before torch 2.13 there is such a function for to_local and redistribute; later they are methods in the graph.
+    """
+    called = getattr(target, "__name__", "")
+    if getattr(target, "__module__", "") != "torch._dynamo.variables.tensor" or not called.startswith("prim_"):
+        return None
+    bound = inspect.getclosurevars(target).nonlocals
+    given = [*bound.get("args_as_value", [None]), *bound.get("kwargs_as_value", {}).values()]
+    return called.removeprefix("prim_"), given

@@ -80,6 +80,11 @@ class Reason(enum.Enum):
         "a tensor subclass (such as DTensor) or a transform of torch.func (grad, vmap, jvp) takes part",
         "compile on plain tensors outside of transforms, or keep stock compile",
     )
+    SHARDED = (
+        "the head or its logits are a DTensor, in a form that is not known",
+        "hand the logits of a ColwiseParallel linear to cross_entropy as they are (under loss_parallel), or"
+        " call flce_inductor.linear_cross_entropy with the DTensor weight",
+    )
     DTYPE = (
         "the dtypes of the hidden states, weight and bias are not a combination that the ops take",
         "use one floating dtype, or float32 parameters with 16-bit hidden states (autocast)",
@@ -367,6 +372,12 @@ def _breaks(reasons: list, counted: Iterable[str]) -> list[str]:
     ]
 
 
+def _skipped(text: str) -> list[str]:
+    """The functions that Dynamo left uncompiled for a graph break in a loop, as it says in one of its texts."""
+    frames = re.findall(r"frame skipped: (.*)", text) if "graph break in loop" in text else []
+    return [f"{frame}: a graph break in a loop, for which all of this function is left uncompiled" for frame in frames]
+
+
 def _is_compiled(x: object) -> bool:
     """Whether a function or module is compiled with torch.compile, or a module holds one that is."""
     if isinstance(x, torch.nn.Module):
@@ -407,10 +418,17 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
     parts = not _is_compiled(fn) and _names_compiled(fn, args, kwargs)
     compiled = fn if parts or _is_compiled(fn) else torch.compile(fn, backend=flce_inductor)
     counted, first = dict(counters["graph_break"]), len(graph_break_reasons)
+    met = dict(counters["unimplemented"])
     try:
         with collect() as sites, tracing() as graphs:
             compiled(*args, **kwargs)
         new = [text for text, times in counters["graph_break"].items() if times != counted.get(text, 0)]
-        return Report(sites, len(graphs), _breaks(graph_break_reasons[first:], new), parts)
+        skipped = [
+            line
+            for text, times in counters["unimplemented"].items()
+            if times != met.get(text, 0)
+            for line in _skipped(text)
+        ]
+        return Report(sites, len(graphs), [*_breaks(graph_break_reasons[first:], new), *skipped], parts)
     finally:
         torch._dynamo.reset()

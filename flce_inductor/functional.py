@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from . import _compat, chunking, config, kernels, ops, runtime
+from . import _compat, chunking, config, kernels, ops, parallel, runtime
 from .kernels import Cotangents, Epilogue, Statistics
 from .losses import REDUCTIONS, Loss
 from .runtime import RowProgram
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def _z_program(smoothing: bool) -> str:
@@ -28,17 +33,25 @@ class _OnePass(torch.autograd.Function):
     """A "mean" or "sum" whose gradients are computed in the forward: 6 NVH in all."""
 
     @staticmethod
-    def forward(ctx, h, weight, target, bias, class_weight, loss, how, needs, in_place):
-        V, stats_dtype, smoothing = weight.shape[0], runtime.stat_dtype(h.dtype), loss.label_smoothing != 0
+    def forward(ctx, h, weight, target, bias, class_weight, loss, how, needs, in_place, shard):
+        stats_dtype, smoothing = runtime.stat_dtype(h.dtype), loss.label_smoothing != 0
+        V = weight.shape[0] if shard is None else shard.V
         *known, square = loss.cotangents(target, class_weight, V, stats_dtype)
-        program, row_inputs, given = "", [], [*known, None]
-        if square is not None:
-            row_inputs = [g for g in (known[0], square, *known[1:]) if g is not None]
-            program, given = _Z_PROGRAMS[smoothing], [None] * 4
-        want = [smoothing, False, False]
-        nll, top, logsum, zsum, _, _, *grads, unscale = torch.ops.flce_inductor.row_stats_with_grads(
-            h, weight, target, bias, class_weight, *given, row_inputs, program, *how, want, needs
-        )
+        if shard is None:
+            program, row_inputs, given = "", [], [*known, None]
+            if square is not None:
+                row_inputs = [g for g in (known[0], square, *known[1:]) if g is not None]
+                program, given = _Z_PROGRAMS[smoothing], [None] * 4
+            want = [smoothing, False, False]
+            nll, top, logsum, zsum, _, _, *grads, unscale = torch.ops.flce_inductor.row_stats_with_grads(
+                h, weight, target, bias, class_weight, *given, row_inputs, program, *how, want, needs
+            )
+        else:
+            where = (shard.local(class_weight), shard.start, V, shard.group)
+            nll, top, logsum, zsum, *grads = torch.ops.flce_inductor.sharded_row_stats_with_grads(
+                h, weight, target, bias, *where, *how, *known, square, smoothing, needs
+            )
+            unscale = torch.ones((), dtype=stats_dtype, device=h.device)
         ctx.needs, ctx.in_place, ctx.used = needs, in_place, False
         ctx.save_for_backward(*grads, unscale)
         return loss(nll, top + logsum, zsum, target, class_weight, V)
@@ -57,7 +70,7 @@ class _OnePass(torch.autograd.Function):
         dh, dweight, dbias = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
         if torch.is_grad_enabled():
             dh, dweight, dbias = ops.forbid_second_derivative(dh, dweight, dbias)
-        return dh, dweight, None, dbias, None, None, None, None, None
+        return dh, dweight, None, dbias, None, None, None, None, None, None
 
 
 def _use_once(ctx) -> None:
@@ -125,10 +138,10 @@ _over_logits = torch.compiler.disable(_OverLogits.apply, reason="flce_inductor.c
 
 def linear_cross_entropy(
     input: Tensor,  # [..., H]
-    linear_weight: Tensor,  # [V, H]
+    linear_weight: Tensor,  # [V, H], or this rank's [V / ranks, H]
     target: Tensor,  # [...] int64
     *,
-    linear_bias: Tensor | None = None,  # [V]
+    linear_bias: Tensor | None = None,  # [V], or this rank's [V / ranks]
     weight: Tensor | None = None,  # [V]
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -140,6 +153,8 @@ def linear_cross_entropy(
     accum_dtype: str | None = None,
     loss_dtype: torch.dtype | None = None,
     in_place_backward: bool = False,
+    process_group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     """cross_entropy(softcap(logit_scale * linear(input, linear_weight, linear_bias)), target) without the logits.
 
@@ -167,11 +182,19 @@ def linear_cross_entropy(
         loss_dtype: dtype of the result; None: that of the reference, float32 asks for all the precision there is.
         in_place_backward: the backward of "mean" and "sum" scales the saved gradients in place: no second [V, H]. It
             can run once; a second one raises. Under torch.compile it has no effect: the compiler reuses what it may.
+        process_group: the weight is sharded over the vocabulary: each rank of the group has [V / ranks, H] of it, in
+            the order of the ranks, and as much of linear_bias; input, target and weight [V] are the same on each rank,
+            and so are the loss and the gradient of input. A linear_weight that is a DTensor, Shard(0) on a mesh of one
+            dimension, says its group itself, if input is a DTensor too (of any placement); with a plain input, which
+            may as well be each rank's own, the group must be named. Shards of a DTensor may be of different sizes.
+        vocab_size: V, where the shards of a plain linear_weight are padded to one size: columns from it on take no
+            part.
 
     Returns: a scalar, or a tensor of target's shape for "none".
 
     Raises:
-        ValueError: a reduction, label_smoothing, softcap, chunk_size or accum_dtype that is not allowed.
+        ValueError: a reduction, label_smoothing, softcap, chunk_size or accum_dtype that is not allowed; a DTensor
+            weight that is not sharded over the vocabulary, or over another group; a vocab_size that doesn't fit.
         RuntimeError: shapes or dtypes that don't fit, as from linear and cross_entropy; a second derivative; a
             derivative by torch.func; a second backward with in_place_backward.
         IndexError: a label out of range (on CUDA an asynchronous device assertion).
@@ -184,21 +207,33 @@ def linear_cross_entropy(
     accum_dtype = settings.accum_dtype if accum_dtype is None else accum_dtype
     config.check_accum_dtype(accum_dtype, "accum_dtype")
 
+    shard = None
+    if process_group is not None or any(map(parallel.is_dtensor, (input, linear_weight, linear_bias, target))):
+        input, linear_weight, linear_bias, target, shard = parallel.unwrap(
+            input, linear_weight, linear_bias, target, process_group, vocab_size
+        )
+    elif vocab_size is not None:
+        raise ValueError("linear_cross_entropy: vocab_size is for a weight that is sharded over a process_group")
+    V = linear_weight.shape[0] if shard is None else shard.V
     _check_transforms(input, linear_weight, linear_bias)
     _check_target(target, input.shape)
-    weight = _class_weight(weight, linear_weight.shape[0])
+    weight = _class_weight(weight, V)
     if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
         input = input.to(torch.get_autocast_dtype(input.device.type))
     if isinstance(logit_scale, Tensor):
         input = (input * logit_scale).to(input.dtype)
-        linear_bias = None if linear_bias is None else (linear_bias * logit_scale).to(linear_bias.dtype)
+        if linear_bias is not None:
+            factor = logit_scale if shard is None else parallel.summed_gradient(logit_scale, shard)
+            linear_bias = (linear_bias * factor).to(linear_bias.dtype)
         logit_scale = 1.0
+    if shard is not None:
+        input = parallel.summed_gradient(input, shard)
     ops.check_dtypes(input.dtype, linear_weight.dtype, None if linear_bias is None else linear_bias.dtype)
     loss_dtype = loss_dtype or _loss_dtype(input)
 
-    h, labels, V = input.reshape(-1, input.shape[-1]), target.reshape(-1), linear_weight.shape[0]
+    h, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
     rows = chunking.rows_per_chunk(
-        V,
+        V if shard is None else shard.width,
         h.dtype,
         h.device,
         chunk_size=settings.chunk_size if chunk_size is None else chunk_size,
@@ -209,18 +244,26 @@ def linear_cross_entropy(
     needs = [grad and x is not None and x.requires_grad for x in (h, linear_weight, linear_bias)]
     # float16 can't choose its scale before it knows the cotangents, and those of the z-loss depend on the statistics
     small = chunk_size is None and settings.chunk_size is None and chunking.statistics_first(rows, h.dtype, h.device)
-    fits = not small and not (z_loss and h.dtype == torch.float16)
-    # torch.export keeps the forward only, whose ops must then have the derivative
-    one_pass = fits and reduction != "none" and any(needs) and not _compat.is_exporting()
+    fits = not small and not (h.dtype == torch.float16 and (z_loss or shard is not None))
+    # torch.export, which takes no process groups, keeps the forward only, whose ops must then have the derivative
+    exporting = _compat.is_exporting() and shard is None
+    one_pass = fits and reduction != "none" and any(needs) and not exporting
     if one_pass:
-        result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place)
+        result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place, shard)
+    elif shard is not None:
+        where = (shard.local(weight), shard.start, V, shard.group)
+        nll, top, logsum, zsum = torch.ops.flce_inductor.sharded_row_stats(
+            h, linear_weight, labels, linear_bias, *where, *how, label_smoothing != 0
+        )
+        result = loss(nll, top + logsum, zsum, labels, weight, V)
     else:
         want = [label_smoothing != 0, False, False]
         nll, top, logsum, zsum, _, _ = torch.ops.flce_inductor.row_stats(
             h, linear_weight, labels, linear_bias, weight, *how, want
         )
         result = loss(nll, top + logsum, zsum, labels, weight, V)
-        result = _Once.apply(result) if in_place else result
+    if in_place and not one_pass:
+        result = _Once.apply(result)
     return (result.reshape(target.shape) if reduction == "none" else result).to(loss_dtype)
 
 

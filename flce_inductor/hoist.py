@@ -672,16 +672,15 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
 
     with graph.inserting_before(first.backward):
         factor = unscale if first.tangent is None else _times(new, unscale, first.tangent)
+        dh, dweight = (new(_SCALE, x, _scalar(new, factor)) for x in (dh, dweight))  # mostly times 1
         if first.needs[0]:
-            for member, part in zip(members, _split(new, _times(new, dh, factor), rows), strict=True):
+            for member, part in zip(members, _split(new, dh, rows), strict=True):
                 _replace(member.backward, 0, part)
-        for i, gradient in enumerate((dweight, dbias), 1):
+        for i, gradient in ((1, dweight), (2, _times(new, dbias, factor))):
             if first.needs[i]:
                 for member in members[1:]:
                     _drop(member.gradient(i))
-                # [V, H], and mostly times 1
-                scaled = new(_SCALE, gradient, _scalar(new, factor)) if i == 1 else _times(new, gradient, factor)
-                _replace(first.backward, i, scaled)
+                _replace(first.backward, i, gradient)
 
 
 def _at_one(new: _Writer, members: list[_Site]) -> dict[Node, Node]:

@@ -238,8 +238,7 @@ def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, floa
         return kept
     fitting = [c for c in candidates if problem.bytes(c) < 0.9 * _available(problem.device)] or candidates[:1]
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(_devices(problem.device)):
-        benchmark = _Benchmark(problem)
-        times = {c: benchmark(c) for c in fitting}
+        times = _Benchmark(problem)(fitting)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_atomic(path, json.dumps({str(c): seconds for c, seconds in times.items()}))
     return times
@@ -291,21 +290,47 @@ class _Benchmark:
         self.class_weight = torch.ones(p.V, dtype=stats, device=p.device) if p.class_weight else None
         self.g = torch.full((p.N,), 1 / p.N, dtype=stats, device=p.device)
 
-    def __call__(self, candidate: Candidate) -> float:
-        """Seconds for all N rows, from the time of one chunk, or block of columns, and of two."""
-        p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
-        if candidate.plan.vocabulary_major:
-            statistics = self.seconds(candidate, rows, p.V, needs=runtime.NO_GRADIENTS) * p.N / rows
-            columns = min(p.V, runtime.block_columns(p.N, p.V, rows))
-            parts = [self.seconds(candidate, p.N, min(n * columns, p.V), saved=True) for n in (1, 2)]
-            return statistics + parts[0] + (p.V / columns - 1) * max(0.0, parts[1] - parts[0])
-        parts = [self.seconds(candidate, min(n * rows, p.N), p.V) for n in (1, 2)]
-        return parts[0] + (p.N / rows - 1) * max(0.0, parts[1] - parts[0])
+    def __call__(self, candidates: list[Candidate], rounds: int = 3) -> dict[Candidate, float]:
+        """Seconds that each takes for all N rows, from medians over rounds.
 
-    def seconds(self, candidate: Candidate, rows: int, columns: int, *, needs=None, saved=False) -> float:
-        """Median of three runs over the first rows and columns."""
+        In a round all take their turn, as a card's clock depends on what it did before. Another round warms up.
+        """
+        parts = {c: self.parts(c) for c in candidates}
+        taken = {c: [[] for _ in works] for c, works in parts.items()}
+        for _ in range(1 + rounds):
+            for c, works in parts.items():
+                for times, work in zip(taken[c], works, strict=True):
+                    times.append(_seconds(work, self.problem.device))
+        return {c: self.total(c, [statistics.median(t[1:]) for t in taken[c]]) for c in candidates}
+
+    def parts(self, candidate: Candidate) -> list[Callable[[], None]]:
+        """What to time: one chunk and two, or a chunk's statistics, one block of columns and two."""
+        p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
+        if not candidate.plan.vocabulary_major:
+            return [self.work(candidate, min(n * rows, p.N), p.V) for n in (1, 2)]
+        columns = self.columns(rows)
+        blocks = [self.work(candidate, p.N, min(n * columns, p.V), saved=True) for n in (1, 2)]
+        return [self.work(candidate, rows, p.V, needs=runtime.NO_GRADIENTS), *blocks]
+
+    def total(self, candidate: Candidate, seconds: list[float]) -> float:
+        """Seconds for all N rows from those of the parts."""
+        p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
+        *first, one, two = seconds
+        times = p.V / self.columns(rows) if candidate.plan.vocabulary_major else p.N / rows
+        return sum(first) * p.N / rows + one + (times - 1) * max(0.0, two - one)
+
+    def columns(self, rows: int) -> int:
+        return min(self.problem.V, runtime.block_columns(self.problem.N, self.problem.V, rows))
+
+    def work(
+        self, candidate: Candidate, rows: int, columns: int, *, needs: runtime.Needs | None = None, saved: bool = False
+    ) -> Callable[[], None]:
+        """The loop over the first rows and columns."""
         p = self.problem
         ignore_index, accum_dtype, function, *numbers = p.how
+        # what all N rows make of "auto"
+        accumulator = runtime.accumulator_dtype(p.weight_dtype, accum_dtype, -(-p.N // candidate.chunk_size))
+        accum_dtype = "param" if accumulator == p.weight_dtype else "float32"
         slab = candidate.chunk_size * p.V // columns if saved else candidate.chunk_size
         how = runtime.How(ignore_index, slab, accum_dtype, kernels.Epilogue(function, *numbers))
         cut = [None if x is None else x[:columns] for x in (self.weight, self.bias, self.class_weight)]
@@ -329,17 +354,14 @@ class _Benchmark:
                 plan=candidate.plan,
             )
 
-        return _median_seconds(work, p.device)
+        return work
 
 
-def _median_seconds(work: Callable[[], None], device: torch.device, repeats: int = 3) -> float:
-    times = []
-    for _ in range(1 + repeats):  # the first warms up
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -379,7 +379,7 @@ class RowProgram(NamedTuple):
         return program
 
     def __call__(self, statistics: Sequence[Tensor], row_inputs: Sequence[Tensor]) -> Cotangents:
-        registers = [*statistics, *row_inputs]
+        registers = [*statistics[: len(ROW_STATISTICS)], *row_inputs]
         dtype = statistics[0].dtype
         for op, *operands in self.steps:
             values = [registers[x[1]] if isinstance(x, list) else x for x in operands]
@@ -419,7 +419,8 @@ def run(
     want: Want = NOTHING_MORE,
     saved: Statistics | None = None,  # known statistics (max, logsum, and pz with its cotangent), each [N]
     cotangents: Cotangents | None = None,  # each [N]
-    program: str = "",  # or a RowProgram's text that computes them
+    program: str | Callable[[Statistics, Sequence[Tensor]], Cotangents] = "",  # or a RowProgram's text that computes
+    # them; or a function like it, which may change the statistics that it is given in place
     row_inputs: Sequence[Tensor] = (),  # each [N], read by program
     needs: Needs = NO_GRADIENTS,
     plan: Plan = Plan(),  # noqa: B008  immutable
@@ -431,23 +432,28 @@ def run(
     its gradient is returned in its own dtype.
     """
     check_shapes(h, weight, target, bias, class_weight)
-    check_labels(target, weight.shape[0], how.ignore_index)
+    on_cpu = target.device.type == "cpu"
+    if on_cpu:
+        check_labels(target, weight.shape[0], how.ignore_index)
     with torch.autocast(h.device.type, enabled=False):
         head = _Head(h, weight, target, bias, class_weight, how, plan, into)
         dtype = stat_dtype(h.dtype)
         g = Cotangents(*(None if x is None else x.to(dtype) for x in cotangents or Cotangents()))
+        computed = program if callable(program) else RowProgram.parse(program) if program else None
         if saved is not None:
-            grads = head.vocabulary_major(saved, g, needs)
+            stats, grads = None, head.vocabulary_major(saved, g, needs)
             if h.dtype == torch.float16:  # nothing is deferred
                 for grad in grads[:3]:
                     kernels.scale_(grad, grads.unscale)
-            return None, grads
-        computed = RowProgram.parse(program) if program else None
-        if plan.vocabulary_major and any(needs):
+        elif plan.vocabulary_major and any(needs):
             stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
-            g = g if computed is None else computed(stats[: len(ROW_STATISTICS)], row_inputs)
-            return stats, head.vocabulary_major(stats, g, needs)
-        return head.rows_major(want, g, computed, row_inputs, needs)
+            g = g if computed is None else computed(stats, row_inputs)
+            grads = head.vocabulary_major(stats, g, needs)
+        else:
+            stats, grads = head.rows_major(want, g, computed, row_inputs, needs)
+    if not on_cpu:  # last, as the device has something to do while its launches are prepared
+        check_labels(target, weight.shape[0], how.ignore_index)
+    return stats, grads
 
 
 class _Head:
@@ -475,9 +481,13 @@ class _Head:
         return self.empty(*self.h.shape, dtype=dtype) if needed else self.empty(0, dtype=dtype)
 
     def slab(self, rows: int, columns: int) -> Tensor:
-        """[rows, columns, a multiple of _PAD] of the memory lent for it, or new."""
-        lent = self.into.slab
-        return self.empty(rows, columns) if lent is None else lent[: rows * columns].view(rows, columns)
+        """[rows, columns and a padding] of the memory lent for it, or new."""
+        lent, width = self.into.slab, _padded(columns)
+        slab = self.empty(rows, width) if lent is None else lent.as_strided((rows, width), (width, 1))
+        if self.device.type == "cpu":
+            # bfloat16 products of torch 2.13 read past the end of a row, and times 0 a NaN there is a NaN
+            slab[:, columns:].zero_()
+        return slab
 
     def path(self, destination: torch.dtype) -> str:
         return accumulate_path(self.device.type, self.capability, self.dtype, destination)
@@ -535,12 +545,24 @@ class _Head:
     def rows_major(self, want, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
         N, V, rows = self.N, self.V, self.rows
         grad = any(needs)
+        parts = self.blocks(V)
+        slab_rows = self.slab(rows if N else 0, V)
+
+        def logits_of(chunk: slice) -> Tensor:
+            slab = slab_rows[: chunk.stop - chunk.start, :V]
+            for part in parts:
+                self.logits_(slab[:, part], chunk, part)
+            return slab
+
+        chunk = slice(0, min(rows, N))
+        slab = logits_of(chunk)  # so that the device has something to do while the rest is prepared
         stats = self.into.stats or Statistics(
             *(self.empty(N, dtype=self.stats) for _ in range(3)),
             self.empty(N, dtype=self.stats) if want.zsum else None,
             self.empty(N, dtype=self.stats) if want.pz else None,
             self.empty(N, dtype=torch.int64) if want.argmax else None,
         )
+        g = Cotangents(*(None if x is None else x.contiguous() for x in g))
         dh = self.dh(needs.dh, self.dtype)
         accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))
         path = self.path(accumulator)
@@ -549,17 +571,14 @@ class _Head:
         dweight = _WeightGradient(self.weight, accumulator, by, self.into.dweight) if needs.dweight else None
         dbias = torch.zeros(V if needs.dbias else 0, dtype=self.stats, device=self.device)
         scale = self.scale(g, needs, path == "out_dtype")
-        parts = self.blocks(V)
-        slab_rows = self.slab(rows if N else 0, _padded(V))
         for lo in range(0, N, rows):
-            chunk = slice(lo, min(lo + rows, N))
-            slab = slab_rows[: chunk.stop - lo, :V]
-            for part in parts:
-                self.logits_(slab[:, part], chunk, part)
+            if lo:
+                chunk = slice(lo, min(lo + rows, N))
+                slab = logits_of(chunk)
             chunk_stats, chunk_g = kernels.select(stats, chunk), kernels.select(g, chunk)
             if grad and program is not None:
                 self.rows_(slab, chunk, chunk_stats, None, stats=True, grad=False)
-                chunk_g = program(chunk_stats[: len(ROW_STATISTICS)], [x[chunk] for x in row_inputs])
+                chunk_g = program(chunk_stats, [x[chunk] for x in row_inputs])
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=False, grad=True)
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
@@ -586,7 +605,7 @@ class _Head:
         path = self.path(self.weight.dtype)
         dbias = self.empty(V if needs.dbias else 0, dtype=self.stats)
         scale = self.scale(g, needs, path == "out_dtype")
-        slab_columns = self.slab(N, _padded(blocks[0].stop))
+        slab_columns = self.slab(N, blocks[0].stop)
         for columns in blocks:
             slab = slab_columns[:, : columns.stop - columns.start]
             self.logits_(slab, slice(0, N), columns)

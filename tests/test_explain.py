@@ -157,7 +157,7 @@ def mesh():
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
 def test_dtensor_weight():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     def fn(h, w, t):
         return F.cross_entropy(F.linear(h, w), t).to_local()
@@ -165,9 +165,9 @@ def test_dtensor_weight():
     h, w, t = data()
     try:
         on = mesh()
-        h, t = (distribute_tensor(x.detach(), on, [Replicate()]) for x in (h, t))
-        w = nn.Parameter(distribute_tensor(w.detach(), on, [Shard(0)]))
-        check(fn, h, w, t, reason=Reason.SUBCLASS, place=line_of(fn, "F.cross"), says=["DTensor"])
+        h, w, t = (distribute_tensor(x.detach(), on, [Replicate()]) for x in (h, w, t))
+        w = nn.Parameter(w)
+        check(fn, h, w, t, reason=Reason.SHARDED, place=line_of(fn, "F.cross"), says=["DTensor", "the weight is"])
     finally:
         torch.distributed.destroy_process_group()
 

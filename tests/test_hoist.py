@@ -1178,11 +1178,9 @@ def test_graph():
 %10 = getitem(%5, 9)
 %11 = aten.div.Tensor(%7, %2)
 %12 = aten.mul.Tensor(%10, tangents_1)
-%13 = prims.convert_element_type(%8, torch.float32)
-%14 = aten.mul.Tensor(%13, %12)
-%15 = prims.convert_element_type(%14, torch.bfloat16)
-%16 = scale(%9, %12)
-%17 = output([%11, %15, %16, None])""",
+%13 = scale(%8, %12)
+%14 = scale(%9, %12)
+%15 = output([%11, %13, %14, None])""",
     )
 
 

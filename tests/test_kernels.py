@@ -777,8 +777,7 @@ def test_scale_and_accumulate_compile(capability, into, tmp_path, monkeypatch):
     source = ASTSource(kernels._load_scale(), scale, {"BLOCK": 4096})
     assert f".target sm_{capability}" in triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
 
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    blocks = kernels._accumulate_config(dtypes[into], torch.bfloat16)
+    blocks = kernels._accumulate_config(torch.bfloat16)
     constants = dict(zip(("BLOCK_M", "BLOCK_P", "BLOCK_K"), blocks, strict=False)) | {"FIRST": False, "GROUP": 8}
     for descriptors in (False, True) if capability >= 90 else (False,):
         kernel = kernels.load_accumulate(descriptors, ieee=False)
@@ -973,7 +972,7 @@ def broken_triton(monkeypatch):
     broken = Broken()
     monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
     monkeypatch.setattr(kernels, "_unbuildable", set())
-    monkeypatch.setattr(kernels, "triton_rows_", broken)
+    monkeypatch.setattr(kernels, "_launch_rows", broken)
     return broken
 
 
@@ -1044,13 +1043,13 @@ def test_other_errors_are_not_hidden(broken_triton, error):
 
 def test_rows_takes_triton_where_it_serves_the_device_and_torch_elsewhere(monkeypatch):
     taken = []
-    for name in ("triton_rows_", "torch_rows_"):
+    for name in ("_launch_rows", "torch_rows_"):
         monkeypatch.setattr(kernels, name, lambda *args, name=name, **options: taken.append(name))
     statistics = Statistics(None, None, None)
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(kernels, "TRITON_DEVICES", devices)
         rows_(torch.zeros(1, 2), None, statistics, None, IGNORE, stats=True, grad=False)
-    assert taken == ["torch_rows_", "triton_rows_"]
+    assert taken == ["torch_rows_", "_launch_rows"]
     monkeypatch.undo()
     assert kernels.TRITON_DEVICES == ("cuda", "xpu")
 

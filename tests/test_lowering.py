@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from util import CompileCounterWithBackend, counters, fresh
 
 import flce_inductor
-from flce_inductor import chunking, kernels, lowering, runtime
+from flce_inductor import chunking, config, kernels, lowering, runtime
 from flce_inductor.lowering import Candidate
 from flce_inductor.runtime import Plan
 
@@ -280,9 +280,9 @@ def test_candidates_that_do_not_fit_are_not_tried(small_candidates, monkeypatch)
         def __init__(self, problem):
             pass
 
-        def __call__(self, candidate):
-            ran.append(candidate)
-            return 1.0
+        def __call__(self, candidates):
+            ran.extend(candidates)
+            return dict.fromkeys(candidates, 1.0)
 
     monkeypatch.setattr(lowering, "_Benchmark", Benchmark)
     site = None
@@ -304,6 +304,29 @@ def test_candidates_that_do_not_fit_are_not_tried(small_candidates, monkeypatch)
     with fresh(autotune=True), fresh_cache():
         flce_inductor.explain(mean, *problem())
     assert ran == [Candidate(8, Plan(False))]
+
+
+def test_candidates_take_turns_and_accumulate_as_in_all_chunks(small_candidates, monkeypatch):
+    runs, run = [], runtime.run
+
+    def spy(h, *args, **kwargs):
+        how, plan = args[4], kwargs["plan"]
+        if not plan.vocabulary_major:
+            runs.append((how.chunk_size, h.shape[0], how.accum_dtype))
+        return run(h, *args, **kwargs)
+
+    site = lowering._Problem(
+        200, 8, 50, torch.bfloat16, torch.bfloat16, torch.device("cpu"), False, False, (True, False, False, False),
+        (-100, "auto", "", 1.0, 0.0, 1.0), (False,) * 3, (True, True, False),
+    )  # fmt: skip
+    monkeypatch.setattr(runtime, "run", spy)
+    candidates = site.candidates(config.current())
+    times = lowering._Benchmark(site)(candidates)
+    assert set(times) == set(candidates) and all(t > 0 for t in times.values())
+    # one chunk and two of each, round after round; 200 rows are 25 chunks of 8, which "auto" accumulates in float32
+    turn = [(8, 8, "float32"), (8, 16, "float32"), (16, 16, "param"), (16, 32, "param")]
+    turn += [(32, 32, "param"), (32, 64, "param")]
+    assert runs == turn * 4
 
 
 def test_tuned_on_the_size_of_now_and_right_for_others(small_candidates):

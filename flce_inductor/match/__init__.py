@@ -18,13 +18,14 @@ from torch.utils._pytree import tree_leaves
 from .. import _compat, chunking, config, ops
 from ..explain import Reason, Site, given_by, given_to, record, record_graph, where
 from ..runtime import Want
-from . import anchors
+from . import anchors, sharded
 from .anchors import NO_LABEL, Reader, Rows
 from .chain import EXP, Head, Place, calls, follow, head_of, on_hidden
 from .graph import (
     Changes,
     Refused,
     backward_of,
+    example,
     insert,
     is_number,
     name,
@@ -75,10 +76,14 @@ def rewrite(graph: torch.fx.Graph) -> None:
     """Rewrite every head that can be proved safe; leave the others as they are, and say why."""
     sites: list[Site] = []
     heads: dict[Node, tuple[Head, list[Site]]] = {}
+    over_shards: list[tuple[Node, sharded.Head, Site]] = []
     for node in graph.nodes:
         if anchors.is_loss(node):
             sites.append(site := Site(where(node), anchors.describe(node)))
             try:
+                if path := sharded.path_of(node):
+                    over_shards.append((node, sharded.head_of(node, path), site))
+                    continue
                 head = head_of(anchors.logits_of(node))
             except Refused as refused:
                 site.reason, site.detail = refused.reason, refused.detail
@@ -86,13 +91,19 @@ def rewrite(graph: torch.fx.Graph) -> None:
                     site.detail = f"they come {given_by(node)}"
             else:
                 heads.setdefault(head.node, (head, []))[1].append(site)
-    changes = Changes(graph) if heads else None
+    changes = Changes(graph) if heads or over_shards else None
+    for loss, head, site in over_shards:
+        try:
+            _measure(site, example(head.hidden), example(head.path[-1]))
+            site.chunk_size = sharded.rewrite(loss, head, changes)
+        except Refused as refused:
+            site.reason, site.detail = refused.reason, refused.detail
     written: dict[Node, Node] = {}  # what became of readers
     for head, losses in heads.values():
         head = head.with_nodes(written)
         try:
             for site in losses:
-                _measure(site, head)
+                _measure(site, value(head.hidden), value(head.node))
             groups, returned, places = _groups(head, changes)
             _check(head, groups, changes)
             _check_returned(head, groups, returned, changes)
@@ -109,14 +120,14 @@ def rewrite(graph: torch.fx.Graph) -> None:
     record_graph(graph, len(sites))
 
 
-def _measure(site: Site, head: Head) -> None:
+def _measure(site: Site, hidden: torch.Tensor, logits: torch.Tensor) -> None:
     """Fill in the report, and refuse a head that is too small to gain anything."""
-    logits, settings = value(head.node), config.current()
+    settings = config.current()
     *lead, V = logits.shape
     N = 1
     for size in lead:
         N = N * size
-    site.N, site.H, site.V = str(N), str(value(head.hidden).shape[-1]), str(V)
+    site.N, site.H, site.V = str(N), str(hidden.shape[-1]), str(V)
     site.dtype = str(logits.dtype).removeprefix("torch.")
     rows, classes = _compat.size_hint(N), _compat.size_hint(V)
     if classes is not None and classes < settings.min_vocab_size:

@@ -100,6 +100,11 @@ def _arguments(signature: inspect.Signature, node: Node) -> dict[str, Any]:
     return call.arguments
 
 
+def arguments_of(loss: Node) -> dict[str, Any]:
+    """The arguments of a cross_entropy by name."""
+    return _arguments(_CROSS_ENTROPY, loss)
+
+
 def is_loss(node: Node) -> bool:
     """Whether a search for heads begins at a node."""
     return calls(node, _LOSSES) or is_by_hand(node)

@@ -27,16 +27,22 @@ class Refused(Exception):
         self.reason, self.detail = reason, detail
 
 
+def example(node: Any) -> torch.Tensor:
+    """The example value of a node that is a tensor of whatever type; refuses anything else."""
+    found = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(found, torch.Tensor):
+        raise Refused(Reason.UNKNOWN_SHAPE, str(node))
+    return found
+
+
 def value(node: Any) -> torch.Tensor:
     """The example value of a node that is a plain tensor; refuses anything else."""
-    example = node.meta.get("example_value") if isinstance(node, Node) else None
-    if not isinstance(example, torch.Tensor):
-        raise Refused(Reason.UNKNOWN_SHAPE, str(node))
-    if type(example) not in (FakeTensor, torch.Tensor, torch.nn.Parameter):
-        raise Refused(Reason.SUBCLASS, f"{node} is a {type(example).__name__}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(example):
+    found = example(node)
+    if type(found) not in (FakeTensor, torch.Tensor, torch.nn.Parameter):
+        raise Refused(Reason.SUBCLASS, f"{node} is a {type(found).__name__}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(found):
         raise Refused(Reason.SUBCLASS, f"{node} is inside a transform")
-    return example
+    return found
 
 
 def is_number(node: Node) -> bool:
@@ -158,6 +164,7 @@ def _memories(node: Node) -> list[tuple[int, int]]:
         # behind those that torch.func's transforms wrap
         while isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
             x = torch._C._functorch.get_unwrapped(x)
+        x = getattr(x, "_local_tensor", x)  # a DTensor's
         if isinstance(x, torch.Tensor) and x.layout == torch.strided:
             found.append((x.untyped_storage()._cdata, 0 if x.is_inference() else x._version))
     return found
@@ -167,6 +174,7 @@ def _is_new(example: Any) -> bool:
     """Whether an example value is a tensor that was never changed in place; false where that takes time to tell."""
     if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
         return example is None
+    example = getattr(example, "_local_tensor", example)  # a DTensor's
     return not example.is_inference() and example._version == 0
 
 
