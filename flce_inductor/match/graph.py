@@ -60,6 +60,8 @@ _FUNCTIONS: dict[Any, str] = {
     operator.matmul: "matmul",
     torch._C._nn.linear: "linear",
     F.linear: "linear",
+    torch.ops.aten.mT: "getattr mT",  # this and the next as torch 2.14 has them in the graph
+    torch.ops.aten.numpy_T: "getattr T",
     **{getattr(torch, n): n for n in _NAMES.split()},
 }
 _OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
