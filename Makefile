@@ -59,11 +59,13 @@ test: $(VENV)/.stamp-test
 
 # Goes on after a version that fails; the table says what became of each.
 matrix:
-	@mkdir -p .matrix; for version in $(VERSIONS); do \
-	    $(MAKE) test TORCH=torch==$$version VENV=.matrix/$$version > .matrix/$$version.log 2>&1; \
-	    triton=$$(.matrix/$$version/bin/python -c 'import triton; print(triton.__version__)'); \
-	    echo "| $$version | $$triton | $$(grep -E '(passed|failed|error).* in ' .matrix/$$version.log | tr -d = | tail -1) |"; \
-	done
+	@mkdir -p .matrix; failed=; for version in $(VERSIONS); do \
+	    log=.matrix/$$version.log; \
+	    $(MAKE) test TORCH=torch==$$version VENV=.matrix/$$version > $$log 2>&1 || failed="$$failed $$version"; \
+	    triton=$$(.matrix/$$version/bin/python -c 'import triton; print(triton.__version__)' 2> /dev/null); \
+	    result=$$(grep -E '(passed|failed|errors?).* in [0-9.]+s' $$log | tr -d = | tail -1); \
+	    echo "| $$version | $${triton:--} | $${result:-no test ran, see $$log} |"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)

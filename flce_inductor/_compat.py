@@ -26,6 +26,11 @@ def constant(function: Callable) -> Callable:
     return function
 
 
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting, which torch 2.11's Dynamo takes to be true under torch.compile, too."""
+    return torch.compiler._is_exporting_flag
+
+
 # ---------------------------------------------------------------- Inductor's configuration
 
 

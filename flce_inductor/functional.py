@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import chunking, config, kernels, ops, parallel, runtime
+from . import _compat, chunking, config, kernels, ops, parallel, runtime
 from .kernels import Cotangents, Epilogue, Statistics
 from .losses import REDUCTIONS, Loss
 from .runtime import RowProgram
@@ -246,7 +246,7 @@ def linear_cross_entropy(
     small = chunk_size is None and settings.chunk_size is None and chunking.statistics_first(rows, h.dtype, h.device)
     fits = not small and not (h.dtype == torch.float16 and (z_loss or shard is not None))
     # torch.export, which takes no process groups, keeps the forward only, whose ops must then have the derivative
-    exporting = torch.compiler.is_exporting() and shard is None
+    exporting = _compat.is_exporting() and shard is None
     one_pass = fits and reduction != "none" and any(needs) and not exporting
     if one_pass:
         result = _OnePass.apply(h, linear_weight, labels, linear_bias, weight, loss, how, needs, in_place, shard)

@@ -27,6 +27,7 @@ import flce_inductor
 from flce_inductor import match, runtime
 from flce_inductor.explain import Reason
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 B, T, H, V = 2, 4, 5, 11
 CE, linear = F.cross_entropy, F.linear
 
@@ -57,6 +58,7 @@ def programs(text):
         body = "\n    ".join([*before, f"return {result}"])
         scope = dict(globals())
         exec(compile(f"def fn(h, w, b, t):\n    {body}\n", "<program>", "exec"), scope)
+        scope["fn"].text = line
         scope["fn"].losses = line.count("CE(") + line.count("CrossEntropyLoss(")
         made.append(pytest.param(scope["fn"], id=line))
     return made
@@ -445,6 +447,10 @@ ROWS_FROM_DATA = programs("""
 @pytest.mark.parametrize("fn", ROWS_FROM_DATA)
 def test_rows_that_only_the_data_decides(fn):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        if VERSION < (2, 12) and "masked_select" in fn.text:
+            with pytest.raises(torch._dynamo.exc.UserError, match="data-dependent expression"):
+                torch.compile(fn, backend="aot_eager", fullgraph=True)(*data())
+            pytest.skip("stock compile can't tell that masked_select and a mask select as many")
         got = check(fn, *data())
     assert got.sites[0].logits_bytes is None
 
@@ -566,7 +572,16 @@ def test_scale_by_a_number_that_changes(fn):
             assert {site.reason for site in sites} <= {None}, "\n".join(map(str, sites))
             assert_same(actual, eager(fn, h, w, b, number))
         # Dynamo may know from before, by the line of the program, that the number changes
-        assert counter.frame_count <= 2
+        most = 2
+    if VERSION < (2, 13) and "**" in fn.text:  # before, Dynamo itself compiles anew for each base of a power
+        torch._dynamo.reset()
+        stock = util.CompileCounterWithBackend("aot_eager")
+        step = torch.compile(fn, backend=stock, fullgraph=True)
+        for number in (0.5, 0.7, 2.25, 1.0):
+            step(*data()[:3], number)
+        most = stock.frame_count
+        assert most > 2
+    assert counter.frame_count <= most
 
 
 @pytest.mark.parametrize("number", [0.7, 3])
@@ -1885,6 +1900,7 @@ ONE = programs("""
     z = linear(h, w); z.argmax(-1), CE(flat(z), t.view(-1)), CE(flat(z), t.view(-1), reduction="sum")
     z = linear(h, w); z.argmax(-1), CE(flat(z), torch.where(t == 3, -100, t).view(-1).long())
     z = linear(h, w); z.argmax(-1), CE(flat(z), t.masked_fill(t == 1, -100).view(-1))
+    z = linear(h, w); z.argmax(-1), CE(flat(z), torch.where(t != 3, t, -100).view(-1))
 """)
 
 

@@ -86,9 +86,14 @@ PLAIN = ("llama", "gemma2", "gemma3", "qwen3", "bert", "t5", "bart", "cohere", "
 def test_hugging_face(name):
     # as Trainer calls a model: the sum, divided by the items of all micro-batches
     more = {"num_items_in_batch": torch.tensor(7)} if name == "qwen3" else {}
-    (site,) = check(lambda *a: loss_of(*a, **more), hugging_face(name), *batch()).sites
+    model = hugging_face(name)
+    if name == "t5" and torch.__version__ < "2.13":  # before, stock compile doesn't take its cache's copy of the config
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="deepcopy"):
+            torch.compile(loss_of, backend="aot_eager", fullgraph=True)(model, *batch())
+        more["use_cache"] = False
+    (site,) = check(lambda *a: loss_of(*a, **more), model, *batch()).sites
     assert (site.N, site.H, site.V, site.one_pass) == ("24", "16", str(V), True)
-    assert site.loss == f"cross_entropy({'sum' if more else 'mean'})"
+    assert site.loss == f"cross_entropy({'sum' if name == 'qwen3' else 'mean'})"
 
 
 def test_gpt2_breaks_the_graph_between_head_and_loss():

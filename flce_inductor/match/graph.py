@@ -60,6 +60,8 @@ _FUNCTIONS: dict[Any, str] = {
     operator.matmul: "matmul",
     torch._C._nn.linear: "linear",
     F.linear: "linear",
+    torch.ops.aten.mT: "getattr mT",  # this and the next as torch 2.14 has them in the graph
+    torch.ops.aten.numpy_T: "getattr T",
     **{getattr(torch, n): n for n in _NAMES.split()},
 }
 _OPERATORS = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor setitem delitem"
@@ -76,7 +78,7 @@ _SAME_ORDER = {"view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze
 _PURE = {
     *_SAME_ORDER,
     *("getitem", "narrow", "select", "t", "transpose", "to", "long", "clamp", "clamp_min", "clamp_max"),
-    *("masked_fill", "clone", "eq", "ne"),
+    *("masked_fill", "clone", "eq", "ne", "__eq__", "__ne__"),  # the latter: == and != before torch 2.13
 }
 _PURE_FUNCTIONS = {F.pad, torch._C._nn.pad, torch.clamp, torch.where, torch.masked_fill, operator.eq, operator.ne}
 _RUNNING_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}  # nor do these
