@@ -20,7 +20,7 @@ logger.setLevel(logging.INFO)
 logger.addHandler(logging.Handler())
 logger.handlers[-1].emit = lambda record: lines.append(record.getMessage())
 benchmark = lowering._Benchmark.__call__
-lowering._Benchmark.__call__ = lambda self, candidate: tuned.append(str(candidate)) or benchmark(self, candidate)
+lowering._Benchmark.__call__ = lambda self, candidates: tuned.extend(candidates) or benchmark(self, candidates)
 
 
 def run(name, **keys):

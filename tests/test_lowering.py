@@ -126,7 +126,7 @@ def test_generated_code():
     codes = {}
     for chunk_size in (2, 16, N):
         forward, backward = codes[chunk_size] = forward_and_backward(mean, problem(), chunk_size=chunk_size)
-        assert calls(forward) == ["run_"] and calls(backward) == ["scale_"]
+        assert calls(forward) == ["count_rows", "run_"] and calls(backward) == ["scale_"]
         assert f"-100, {chunk_size}, 'auto'" in forward
         assert not re.search(r"addmm|extern_kernels\.|mm\(", forward + backward)
         assert forward.count(f"empty_strided_cpu(({V}, {H}), ({H}, 1), torch.float32)") == 1  # dweight
@@ -205,8 +205,8 @@ def test_opcheck_of_the_loop():
         stats = [torch.empty(N) for _ in range(4)]
         into = (stats, torch.empty_like(h), torch.empty_like(w), torch.empty(runtime.slab_size(N, V, N, False)))
         args = (h, w, t, b, None, None, None, None, g, None, None, None, [], "", *how, [True, False, False], [True] * 3)
-        torch.library.opcheck(OPS.run_, (*args, vocabulary_major, "library", *into))
-        OPS.run_(*args, vocabulary_major, "library", *into)
+        torch.library.opcheck(OPS.run_, (*args, vocabulary_major, "library", None, *into))
+        OPS.run_(*args, vocabulary_major, "library", None, *into)
         plain = OPS.row_stats_with_grads(
             h, w, t, b, None, g, None, None, None, [], "", *how, [True, False, False], [True] * 3
         )
