@@ -628,7 +628,7 @@ class _Head:
         """rows_major over the `count` rows that have a label, in their order: the others cost nothing.
 
         Their nll, dh and, though they have some, max and logsum are zero. The rows that count are gathered into the
-        buffer of dh, and spread over it again at the end, through the slab: nothing more is allocated.
+        buffer of dh, and spread over it again at the end, through the slab: no more memory is needed.
         """
         N, H = self.h.shape
         order = torch.argsort((self.target == self.how.ignore_index).to(torch.uint8), stable=True)
@@ -648,7 +648,7 @@ class _Head:
         if needs.dh:
             room = self.into.slab
             if room is None or room.numel() < H:
-                room = self.empty(max(H, kernels.SCRATCH_BYTES // self.dtype.itemsize))
+                room = self.empty(compact.rows * H)  # of a chunk; the slab is gone
             step = room.numel() // max(1, H)
             for lo in reversed(range(0, count, step)):  # no row moves forward
                 compacted = dh[lo : min(lo + step, count)]
