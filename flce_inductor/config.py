@@ -36,8 +36,8 @@ def check_accum_dtype(value: object, name: str = f"{PREFIX}.accum_dtype") -> Non
     _check_choice(value, name, ACCUM_DTYPES)
 
 
-def _check_choice(value: object, name: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed or not isinstance(value, str):
+def _check_choice(value: object, name: str, allowed: tuple[str | bool, ...]) -> None:
+    if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):  # 1 is not True
         raise ValueError(f"{name}={value!r}: allowed are {', '.join(map(repr, allowed))}")
 
 
@@ -57,11 +57,6 @@ def _check_least(value: object, key: str) -> None:
 def _check_bool(value: object, key: str, optional: bool = False) -> None:
     if not isinstance(value, bool) and not (optional and value is None):
         raise ValueError(f"{PREFIX}.{key}={value!r}: allowed are True and False" + (" and None" if optional else ""))
-
-
-def _check_skip(value: object) -> None:
-    if not any(value is choice for choice in SKIP_IGNORED) and value != "auto":
-        raise ValueError(f"{PREFIX}.skip_ignored={value!r}: allowed are {', '.join(map(repr, SKIP_IGNORED))}")
 
 
 def _check_tolerance(value: object) -> None:
@@ -120,7 +115,11 @@ def install() -> None:
                 defaults.unused_logits,
                 lambda v: _check_choice(v, f"{PREFIX}.unused_logits", UNUSED_LOGITS),
             ),
-            "skip_ignored": (Union[str, bool], defaults.skip_ignored, _check_skip),  # noqa: UP007
+            "skip_ignored": (
+                Union[str, bool],  # noqa: UP007
+                defaults.skip_ignored,
+                lambda v: _check_choice(v, f"{PREFIX}.skip_ignored", SKIP_IGNORED),
+            ),
             **{
                 key: (int, getattr(defaults, key), functools.partial(_check_least, key=key))
                 for key in ("min_logits_bytes", "min_vocab_size")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import _compat, runtime
 from .kernels import Cotangents, Statistics
-from .ops import _autograd, _fake, _how, _no_second_derivative, _op
+from .ops import _autograd, _fake, _fake_grads, _how, _no_second_derivative, _op
 from .runtime import Needs, Want, stat_dtype
 
 NO_COLUMN = -1
@@ -287,14 +287,6 @@ def _fake_stats(h: Tensor, want_zsum: bool) -> list[Tensor]:
     return [h.new_empty(h.shape[0] if wanted else 0, dtype=stat_dtype(h.dtype)) for wanted in (1, 1, 1, want_zsum)]
 
 
-def _fake_grads(h: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]) -> list[Tensor]:
-    return [
-        torch.empty(h.shape if needs[0] else 0, dtype=h.dtype, device=h.device),
-        torch.empty_like(weight) if needs[1] else weight.new_empty(0),
-        h.new_empty(weight.shape[0] if needs[2] else 0, dtype=stat_dtype(h.dtype) if bias is None else bias.dtype),
-    ]
-
-
 @_fake("sharded_row_stats")
 def _(h, weight, target, bias, class_weight, *rest):
     runtime.check_shapes(h, weight, target, bias, class_weight)
@@ -303,7 +295,7 @@ def _(h, weight, target, bias, class_weight, *rest):
 
 @_fake("sharded_row_stats_backward")
 def _(h, weight, target, bias, *rest):
-    return tuple(_fake_grads(h, weight, bias, rest[-1]))
+    return _fake_grads(h, weight, bias, rest[-1])
 
 
 @_fake("sharded_row_stats_with_grads")

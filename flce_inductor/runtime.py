@@ -515,7 +515,7 @@ class _Head:
         lent, width = self.into.slab, _padded(columns)
         slab = self.empty(rows, width) if lent is None else lent.as_strided((rows, width), (width, 1))
         if self.device.type == "cpu":
-            # bfloat16 products of torch 2.13 read past the end of a row, and times 0 a NaN there is a NaN
+            # bfloat16 products of torch 2.12 to 2.14 read past a row's end, and times 0 a NaN there is a NaN
             slab[:, columns:].zero_()
         return slab
 
