@@ -174,9 +174,8 @@ def _memories(node: Node) -> list[tuple[int, int]]:
 
 def _is_new(example: Any) -> bool:
     """Whether an example value is a tensor that was never changed in place; false where that takes time to tell."""
-    if not isinstance(example, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(example):
+    if type(example) is not FakeTensor:  # which neither torch.func's transforms nor DTensors are
         return example is None
-    example = getattr(example, "_local_tensor", example)  # a DTensor's
     return not example.is_inference() and example._version == 0
 
 
