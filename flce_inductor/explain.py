@@ -117,7 +117,8 @@ class Reason(enum.Enum):
     )
     CUDA_GRAPHS = (
         "a CUDA graph runs the same launches whatever the labels are",
-        "compile without CUDA graphs if most labels are ignored",
+        "if most labels are ignored, compile without CUDA graphs, or set flce_inductor.skip_ignored=True: 16-bit heads "
+        "without a bias that learns then use Triton's products, which end at the count that they find on the device",
     )
 
     # hoist: rewritten, but forward and backward both compute the logits (8 NVH instead of 6)

@@ -42,9 +42,12 @@ class _OnePass(torch.autograd.Function):
             if square is not None:
                 row_inputs = [g for g in (known[0], square, *known[1:]) if g is not None]
                 program, given = _Z_PROGRAMS[smoothing], [None] * 4
-            want = [smoothing, False, False]
+            want, last = [smoothing, False, False], []
+            if square is None and not any(g is not None for g in known[1:]):
+                counted = _counted(target, loss.ignore_index)
+                last = [] if counted is None else [*runtime.Plan(), counted]
             nll, top, logsum, zsum, _, _, *grads, unscale = torch.ops.flce_inductor.row_stats_with_grads(
-                h, weight, target, bias, class_weight, *given, row_inputs, program, *how, want, needs
+                h, weight, target, bias, class_weight, *given, row_inputs, program, *how, want, needs, *last
             )
         else:
             where = (shard.local(class_weight), shard.start, V, shard.group)
@@ -71,6 +74,17 @@ class _OnePass(torch.autograd.Function):
         if torch.is_grad_enabled():
             dh, dweight, dbias = ops.forbid_second_derivative(dh, dweight, dbias)
         return dh, dweight, None, dbias, None, None, None, None, None, None
+
+
+def _counted(target: Tensor, ignore_index: int) -> Tensor | None:
+    """How many labels count, if the key skip_ignored has those that don't left out here: see runtime.run."""
+    setting = config.current().skip_ignored
+    if setting is False or torch.compiler.is_compiling():  # a graph is hoist.py's
+        return None
+    if target.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return (target != ignore_index).sum() if setting is True else None
+    # on a GPU the host waits for its number
+    return runtime.count_rows(target, ignore_index) if setting is True or target.device.type == "cpu" else None
 
 
 def _use_once(ctx) -> None:

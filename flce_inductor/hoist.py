@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import _compat, chunking, config, ops  # noqa: F401  ops registers the three operators
+from . import _compat, chunking, config, kernels, ops  # noqa: F401  ops registers the three operators
 from .explain import Reason, record_pass, record_skip
 from .runtime import ROW_OPS, ROW_STATISTICS, Plan, RowProgram
 
@@ -689,19 +689,23 @@ def _counted(graph: Graph, new: _Writer, members: list[_Site], target: Node) -> 
     setting, first = config.current().skip_ignored, members[0]
     if setting is False:
         return None
-    early = _ancestors_of_labels(target)
-    cuda = target.meta["val"].device.type == "cuda"
-    reason = None
+    early, labels = _ancestors_of_labels(target), target.meta["val"]
+    cuda = labels.device.type == "cuda"
+    reason, on_device = None, False
     if not all(_reads_nll_alone(member) for member in members):
         reason = Reason.ALL_ROWS
     elif cuda and inductor_config.triton.cudagraphs:
-        reason = Reason.CUDA_GRAPHS
+        on_device = setting is True and kernels.can_gemm("cuda", first.stats.args[0].meta["val"].dtype)
+        on_device = on_device and not first.needs[2]
+        reason = None if on_device else Reason.CUDA_GRAPHS
     elif cuda and setting == "auto" and early is None:
         reason = Reason.LATE_COUNT
     for member in members:
         record_skip(member.stats, reason)
     if reason is not None:
         return None
+    if on_device:
+        return new(aten.sum.default, new(aten.ne.Scalar, target, first.stats.args[5]))
     counted = new(torch.ops.flce_inductor.count_rows.default, target, first.stats.args[5])
     at = next(n for n in graph.nodes if n.op != "placeholder")
     for node in [*(early or ()), counted] if early is not None else ():

@@ -95,6 +95,8 @@ def rows_(
     epilogue: Epilogue = IDENTITY,
     out: Tensor | None = None,
     padded: bool = False,
+    count: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Row statistics of a slab of logits and, in place unless `out` is given, the gradient with respect to them.
 
@@ -110,6 +112,7 @@ def rows_(
         class_weight  [V] stat dtype: u, or None for 1
         out           [C, V] like the slab, which it does not overlap: if grad, dlogits are written here instead
         padded        whether the columns from V to the next multiple of 16 are the slab's too, and may be overwritten
+        count, start  [] int64: the rows from count - start on aren't needed, and may be left as they are
 
     With z = epilogue(slab), computed in stat dtype, p = exp((z - max) - logsum), valid = (target != ignore_index),
     gn = g_nll * scale where valid and exactly 0 elsewhere (a select: g_nll may be inf or NaN there), and gl, gz, gp
@@ -146,10 +149,10 @@ def rows_(
     cotangents = cotangents or Cotangents()
     options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
     if slab.device.type in TRITON_DEVICES:
-        key = _key(slab, statistics, cotangents, **options, padded=padded)
+        key = _key(slab, statistics, cotangents, **options, padded=padded, counted=count is not None)
         if (slab.device, key) not in _unbuildable:
             try:
-                return _launch_rows(key, slab, target, statistics, cotangents, ignore_index, **options)
+                return _launch_rows(key, slab, target, statistics, cotangents, ignore_index, count, start, **options)
             except Exception as error:
                 # A kernel that was not built has not run: the slab still holds logits.
                 if not _is_build_error(error):
@@ -178,12 +181,13 @@ class RowsKey(NamedTuple):
     class_weight: bool = False
     out: bool = False
     padded: bool = False
+    counted: bool = False
     function: str = ""  # of the epilogue; "affine" if it has none but is not the identity
     float64: bool = False
 
 
 TRITON_DEVICES = ("cuda", "xpu")  # a ROCm device is "cuda" too
-_unbuildable: set[tuple[torch.device, RowsKey] | str] = set()
+_unbuildable: set[tuple | str] = set()
 
 
 def triton_rows_(
@@ -200,21 +204,23 @@ def triton_rows_(
     epilogue=IDENTITY,
     out=None,
     padded=False,
+    count=None,
+    start=0,
 ) -> None:
     """`rows_` by the Triton kernel, whatever the device (the CPU works under TRITON_INTERPRET=1)."""
     cotangents = cotangents or Cotangents()
     options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
-    key = _key(slab, statistics, cotangents, **options, padded=padded)
-    _launch_rows(key, slab, target, statistics, cotangents, ignore_index, **options)
+    key = _key(slab, statistics, cotangents, **options, padded=padded, counted=count is not None)
+    _launch_rows(key, slab, target, statistics, cotangents, ignore_index, count, start, **options)
 
 
-def _launch_rows(key, slab, target, statistics, cotangents, ignore_index, **options) -> None:
+def _launch_rows(key, slab, target, statistics, cotangents, ignore_index, count, start, **options) -> None:
     _check(slab, target, statistics, cotangents, **options)
     C, V = slab.shape
     if C == 0:
         return
     epilogue, out = options["epilogue"], options["out"]
-    tensors = {"slab": slab, "out": out, "target": target}
+    tensors = {"slab": slab, "out": out, "target": target, "count": count}
     tensors |= {"scale": options["scale"], "class_weight": options["class_weight"]}
     tensors |= statistics._asdict() | {f"g_{name}": g for name, g in cotangents._asdict().items()}
     block, num_warps = _config(V, key, slab.itemsize)
@@ -226,6 +232,7 @@ def _launch_rows(key, slab, target, statistics, cotangents, ignore_index, **opti
             *([out.stride(0)] if key.out else []),
             V,
             ignore_index,
+            *([start] if key.counted else []),
             *([float(epilogue.scale), float(epilogue.shift), float(epilogue.cap)] if key.function else []),
             BLOCK=block,
             GROUP=min(block, _group(slab)),
@@ -241,7 +248,7 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.accelerator.device_index(device.index)
 
 
-def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out, padded) -> RowsKey:
+def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epilogue, out, padded, counted) -> RowsKey:
     g = Cotangents(*(grad and vector is not None for vector in cotangents))
     zsum = stats and statistics.zsum is not None
     return RowsKey(
@@ -258,6 +265,7 @@ def _key(slab, statistics, cotangents, *, stats, grad, scale, class_weight, epil
         class_weight=class_weight is not None and (zsum or g.zsum),
         out=grad and out is not None,
         padded=padded and (out is None or not grad),
+        counted=counted,
         function=epilogue.function or ("" if _is_identity(epilogue) else "affine"),
         float64=slab.dtype == torch.float64,
     )
@@ -293,6 +301,7 @@ def pointer_args(key: RowsKey) -> list[str]:
         "g_zsum": key.g_zsum,
         "g_pz": key.g_pz,
         "scale": key.scale,
+        "count": key.counted,
     }
     return [name for name, wanted in used.items() if wanted]
 
@@ -445,7 +454,7 @@ def triton_scale_(x: Tensor, factor: Tensor) -> None:
     programs = min(_SCALE_PROGRAMS, -(-x.numel() // _SCALE_BLOCK))
     if programs:
         with _on_device(x.device):
-            _load_scale()[(programs,)](flat, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+            _load_scale()[(programs,)](flat, factor, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8, enable_fp_fusion=True)
 
 
 @functools.cache
@@ -470,33 +479,72 @@ def torch_scale_(x: Tensor, factor: Tensor, out: Tensor | None = None) -> None:
 SCRATCH_BYTES = 16 << 20  # what may be allocated at a time beside slab and gradients
 
 
-# ---------------------------------------------------------------- accumulate
+# ---------------------------------------------------------------- products
 
 
-def triton_accumulate_(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """into (+)= a.T @ b by a Triton kernel: += or, if first, =. Products and sum in float32, one rounding.
+def gemm_(into: Tensor, a: Tensor, b: Tensor, first: bool, **options) -> bool:
+    """triton_gemm_, and whether it ran: where Triton, or 16-bit operands for tensor cores, aren't there it doesn't."""
+    name = ("gemm", a.dtype, options.get("over", ""))
+    if not can_gemm(a.device.type, a.dtype) or name in _unbuildable:
+        return False
+    try:
+        triton_gemm_(into, a, b, first, **options)
+    except Exception as error:
+        if not _is_build_error(error):
+            raise
+        _unbuildable.add(name)
+        warnings.warn(_fallback_message(a.device, error, "gemm"), RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
-        into    [M, P] float16, bfloat16 or float32
-        a, b    [K, M], [K, P] of one dtype of these three
 
-    All with unit stride along their rows. On cards that have tensor descriptors (capability 9.0 and up) tiles move by
-    them where addresses and row strides are multiples of 16 bytes.
+def can_gemm(device_type: str, operand: torch.dtype) -> bool:
+    """Whether gemm_ may run on such a device."""
+    return device_type in TRITON_DEVICES and operand.itemsize == 2
+
+
+def triton_gemm_(
+    into: Tensor,
+    a: Tensor,
+    b: Tensor,
+    first: bool,
+    *,
+    bias: Tensor | None = None,
+    count: Tensor | None = None,
+    start: int = 0,
+    over: str = "",
+) -> None:
+    """into (+)= a @ b + bias by a Triton kernel: += or, if first, =. Products and sum in float32, one rounding.
+
+        into    [M, P] float16, bfloat16 or float32, unit stride along its rows
+        a, b    [M, K], [K, P] of one dtype of these three, each with unit stride along one of its dimensions
+        bias    [P]
+        count   [] int64. over="rows": the rows of into from count - start on aren't needed, and tiles of nothing else
+                not computed. over="depth": the sum is over the first count - start of K only, whatever the others hold
+
+    On cards that have tensor descriptors (capability 9.0 and up) tiles move by them where addresses and row strides are
+    multiples of 16 bytes.
     """
-    (K, M), P = a.shape, b.shape[1]
+    (M, K), P = a.shape, b.shape[1]
+    layout = ("mk" if a.stride(1) == 1 else "km", "kp" if b.stride(1) == 1 else "pk")
+    a, b = (x if x.stride(1) == 1 else x.t() for x in (a, b))  # as they lie in memory
     descriptors = a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) >= (9, 0)
     descriptors = descriptors and torch.version.hip is None and a.dtype.itemsize == 2
     descriptors = descriptors and all(x.data_ptr() % 16 == 0 == x.stride(0) * x.itemsize % 16 for x in (into, a, b))
-    block_m, block_p, block_k, num_warps, num_stages = _accumulate_config(a.dtype)
+    block_m, block_p, block_k, num_warps, num_stages = _gemm_config(a.dtype)
     if descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        blocks = ((into, (block_m, block_p)), (a, (block_k, block_m)), (b, (block_k, block_p)))
-        operands = [TensorDescriptor(x, list(x.shape), list(x.stride()), list(block)) for x, block in blocks]
+        sizes = {"m": block_m, "p": block_p, "k": block_k}
+        places = ((into, "mp"), (a, layout[0]), (b, layout[1]))
+        operands = [TensorDescriptor(x, [*x.shape], [*x.stride()], [sizes[d] for d in at]) for x, at in places]
     else:
         operands = [into, a, b, into.stride(0), a.stride(0), b.stride(0)]
+    operands += [] if bias is None else [bias]
+    operands += [count, start] if over else []
     tiles = -(-M // block_m) * -(-P // block_p)
     with _on_device(a.device):
-        load_accumulate(descriptors, a.dtype == torch.float32)[(tiles,)](
+        load_gemm(descriptors, a.dtype == torch.float32, layout, bias is not None, over)[(tiles,)](
             *operands,
             M,
             P,
@@ -508,20 +556,23 @@ def triton_accumulate_(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
             GROUP=8,
             num_warps=num_warps,
             num_stages=num_stages,
+            enable_fp_fusion=True,
         )
 
 
-def _accumulate_config(operand: torch.dtype) -> tuple[int, int, int, int, int]:
+def _gemm_config(operand: torch.dtype) -> tuple[int, int, int, int, int]:
     """(BLOCK_M, BLOCK_P, BLOCK_K, num_warps, num_stages)"""
     if operand == torch.float32:
         return 64, 64, 32, 4, 3
-    return 128, 128, 64, 8, 3  # of 7 on an H200 the fastest at 256 and 512 rows, and within 3 % at 2048
+    # of 7 for dweight on an H200 the fastest at 256 and 512 rows, and within 3 % at 2048
+    return 128, 128, 64, 8, 3
 
 
 @functools.cache
-def load_accumulate(descriptors: bool, ieee: bool):
-    """The `triton.jit` function of templates/accumulate.py.jinja."""
-    return _load(_render("accumulate", descriptors=descriptors, ieee=ieee)).accumulate
+def load_gemm(descriptors: bool, ieee: bool, layout: tuple[str, str], bias: bool = False, over: str = ""):
+    """The `triton.jit` function of templates/gemm.py.jinja."""
+    source = _render("gemm", descriptors=descriptors, ieee=ieee, layout=layout, bias=bias, counted=over)
+    return _load(source).gemm
 
 
 # ---------------------------------------------------------------- torch

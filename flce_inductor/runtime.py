@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     """What changes the speed and not the result.
 
     vocabulary_major: the gradients are computed in a second pass over the logits; implied by saved statistics.
-    accumulate: by "library" GEMMs, or by the "triton" kernel of templates/accumulate.py.jinja where it can.
+    accumulate: by "library" GEMMs, or by the "triton" kernel of templates/gemm.py.jinja where it can.
     """
 
     vocabulary_major: bool = False
@@ -140,12 +140,25 @@ def accumulate_path(
 
 
 def can_accumulate_by_triton(device_type: str, operand: torch.dtype, destination: torch.dtype) -> bool:
-    """Whether `destination += a @ b` may run on Triton's kernel: 16-bit operands, whose products tensor cores make."""
-    return device_type in kernels.TRITON_DEVICES and operand.itemsize == 2 and destination.itemsize in (2, 4)
+    """Whether `destination += a @ b` may run on Triton's kernel."""
+    return kernels.can_gemm(device_type, operand) and destination.itemsize in (2, 4)
 
 
-def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: str) -> None:
-    """destination [M, P] = a @ b when first, else += ; a [M, K], b [K, P]."""
+def accumulate_(
+    destination: Tensor, a: Tensor, b: Tensor, first: bool, path: str, count: Tensor | None = None, start: int = 0
+) -> None:
+    """destination [M, P] = a @ b when first, else += ; a [M, K], b [K, P].
+
+    With count [], on the device, only the first count - start of K take part; a and b may become 0 behind them.
+    """
+    if path == "triton":
+        if kernels.gemm_(destination, a, b, first, count=count, start=start, over="" if count is None else "depth"):
+            return
+        path = accumulate_path(a.device.type, _capability(a.device), a.dtype, destination.dtype)
+    if count is not None:
+        behind = torch.arange(start, start + a.shape[1], device=a.device) >= count
+        a.masked_fill_(behind, 0)
+        b.masked_fill_(behind[:, None], 0)
     if path == "direct":
         # beta=0 reads nothing, so the first product needs no zeroed destination
         destination.addmm_(a, b, beta=0 if first else 1)
@@ -154,8 +167,6 @@ def accumulate_(destination: Tensor, a: Tensor, b: Tensor, first: bool, path: st
             torch.mm(a, b, out_dtype=destination.dtype, out=destination)
         else:
             torch.addmm(destination, a, b, out_dtype=destination.dtype, out=destination)
-    elif path == "triton":
-        kernels.triton_accumulate_(destination, a.t(), b, first)
     elif path == "upcast":
         # for a destination that is small and a contraction that is long: exact products, a part of it at a time
         step = max(1, kernels.SCRATCH_BYTES // (destination.dtype.itemsize * max(1, *destination.shape)))
@@ -197,19 +208,19 @@ class _WeightGradient:
             torch.empty(part.stop - part.start, S, dtype=accumulator, device=weight.device) for part in self.parts
         ]
 
-    def add(self, slab: Tensor, h: Tensor, blocks: list[slice], first: bool) -> None:
-        """(+)= slab.T @ h for slab [C, V], h [C, H], a block of the vocabulary at a time."""
+    def add(self, slab: Tensor, h: Tensor, blocks: list[slice], first: bool, *count: Any) -> None:
+        """(+)= slab.T @ h for slab [C, V], h [C, H], a block of the vocabulary at a time; count: see accumulate_."""
         if self.path == "triton" and not self.transposed:  # which takes any number of columns
             blocks = [slice(0, slab.shape[1])]
         for part, held in zip(self.parts, self.held, strict=True):
             for block in blocks:
                 if self.transposed:
-                    accumulate_(held[:, block], h[:, part].t(), slab[:, block], first, self.path)
+                    accumulate_(held[:, block], h[:, part].t(), slab[:, block], first, self.path, *count)
                     continue
                 lo, hi = max(part.start, block.start), min(part.stop, block.stop)
                 if lo < hi:
                     into = held[lo - part.start : hi - part.start]
-                    accumulate_(into, slab[:, lo:hi].t(), h, first, self.path)
+                    accumulate_(into, slab[:, lo:hi].t(), h, first, self.path, *count)
 
     def result(self) -> Tensor:
         """dweight in weight's dtype."""
@@ -323,7 +334,7 @@ _arrivals: dict[int, torch.cuda.Event] = {}  # by the address of a number in hos
 
 
 def count_rows(target: Tensor, ignore_index: int) -> Tensor:
-    """How many labels aren't ignore_index: [1] int64 in host memory, without waiting for it (see _arrived)."""
+    """How many labels aren't ignore_index: [1] int64 in host memory, without waiting for it (see _worth)."""
     count = (target != ignore_index).sum().view(1)
     if target.device.type != "cuda":
         return count.cpu()
@@ -335,11 +346,15 @@ def count_rows(target: Tensor, ignore_index: int) -> Tensor:
     return here
 
 
-def _arrived(count: Tensor) -> int:
-    """The number that count_rows gave, once the device has written it: long ago, if it was asked for early."""
-    if event := _arrivals.get(count.data_ptr()):
+def _worth(counted: Tensor | None, N: int, needs: Needs) -> int | Tensor | None:
+    """The number of rows that count, if leaving out the others pays. One in host memory is waited for, but has been
+    there for long if it was asked for early."""
+    if counted is None or counted.dim() == 0:
+        return None if needs.dbias else counted
+    if event := _arrivals.get(counted.data_ptr()):
         event.synchronize()
-    return int(count)
+    count = int(counted)
+    return count if count <= N - max(1, N // _WORTH) else None
 
 
 # ---------------------------------------------------------------- row programs
@@ -452,7 +467,9 @@ def run(
     needs: Needs = NO_GRADIENTS,
     plan: Plan = Plan(),  # noqa: B008  immutable
     into: Buffers = Buffers(),  # noqa: B008  immutable
-    counted: Tensor | None = None,  # of count_rows: rows that don't count may be left out, their max and logsum too
+    # Rows that don't count may be left out, their max and logsum too: [1] of count_rows, or [] on the device, for whose
+    # number nobody waits (with dbias all rows are computed then)
+    counted: Tensor | None = None,
 ) -> tuple[Statistics | None, Gradients]:
     """Row statistics (unless saved), and the gradients that are needed for the cotangents of each row.
 
@@ -477,7 +494,7 @@ def run(
             stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
             g = g if computed is None else computed(stats, row_inputs)
             grads = head.vocabulary_major(stats, g, needs)
-        elif counted is not None and (count := _arrived(counted)) <= len(h) - max(1, len(h) // _WORTH):
+        elif (count := _worth(counted, len(h), needs)) is not None:
             stats, grads = head.counted(count, g, computed, row_inputs, needs)
         else:
             stats, grads = head.rows_major(want, g, computed, row_inputs, needs)
@@ -501,6 +518,7 @@ class _Head:
         self.stats = stat_dtype(self.dtype)
         self.u = None if class_weight is None else class_weight.to(self.stats).contiguous()
         self.capability = _capability(self.device)
+        self.limit: Tensor | None = None  # [] on the device: rows from it on aren't needed
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -533,10 +551,20 @@ class _Head:
 
     def logits_(self, slab: Tensor, rows: slice, columns: slice) -> None:
         """slab = h[rows] @ weight[columns].T + bias[columns], rounded once."""
-        if self.b is None:
-            torch.mm(self.h[rows], self.w[columns].t(), out=slab)
+        h, w, b = self.h[rows], self.w[columns].t(), None if self.b is None else self.b[columns]
+        if self.limited_(slab, h, w, rows, bias=b):
+            return
+        if b is None:
+            torch.mm(h, w, out=slab)
         else:
-            torch.addmm(self.b[columns], self.h[rows], self.w[columns].t(), out=slab)
+            torch.addmm(b, h, w, out=slab)
+
+    def limited_(self, into: Tensor, a: Tensor, b: Tensor, rows: slice, first: bool = True, **bias: Any) -> bool:
+        """into (+)= a @ b, the rows that are needed; false if all are, or no kernel can tell them apart."""
+        limit = self.limit
+        return limit is not None and kernels.gemm_(
+            into, a, b, first, count=limit, start=rows.start, over="rows", **bias
+        )
 
     def rows_(self, slab, rows, statistics, g, *, stats, grad, scale=None, columns=slice(0, None)) -> None:
         """The rows kernel over the slab of those rows and columns."""
@@ -552,6 +580,8 @@ class _Head:
             class_weight=None if self.u is None else self.u[columns],
             epilogue=self.how.epilogue,
             padded=True,  # see slab
+            count=self.limit,
+            start=rows.start,
         )
 
     def scale(self, g: Cotangents, needs: Needs, wide_dweight: bool) -> Tensor | None:
@@ -575,7 +605,8 @@ class _Head:
     def rows_major(self, want, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
         N, V, rows = self.N, self.V, self.rows
         grad = any(needs)
-        parts = self.blocks(V)
+        one = self.limit is not None and kernels.can_gemm(self.device.type, self.dtype)  # which takes any V
+        parts = [slice(0, V)] if one else self.blocks(V)
         slab_rows = self.slab(rows if N else 0, V)
 
         def logits_of(chunk: slice) -> Tensor:
@@ -597,7 +628,7 @@ class _Head:
         accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))
         path = self.path(accumulator)
         can = can_accumulate_by_triton(self.device.type, self.dtype, accumulator)
-        by = "triton" if can and self.plan.accumulate == "triton" else path
+        by = "triton" if can and (self.limit is not None or self.plan.accumulate == "triton") else path
         dweight = _WeightGradient(self.weight, accumulator, by, self.into.dweight) if needs.dweight else None
         dbias = torch.zeros(V if needs.dbias else 0, dtype=self.stats, device=self.device)
         scale = self.scale(g, needs, path == "out_dtype")
@@ -613,10 +644,12 @@ class _Head:
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
             if dweight is not None:
-                dweight.add(slab, self.h[chunk], parts, first=lo == 0)
+                dweight.add(slab, self.h[chunk], parts, lo == 0, self.limit, lo)
             if needs.dh:  # after dweight, as it may take the place of h (see counted)
                 for part in parts:
-                    dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if part.start == 0 else 1)
+                    first = part.start == 0
+                    if not self.limited_(dh[chunk], slab[:, part], self.w[part], chunk, first):
+                        dh[chunk].addmm_(slab[:, part], self.w[part], beta=0 if first else 1)
             if needs.dbias:
                 dbias += slab.sum(0, dtype=self.stats)
         total = self.weight.new_empty(0) if dweight is None else dweight.result()
@@ -624,37 +657,47 @@ class _Head:
             total.zero_()
         return stats, self.finish(dh, total, dbias, scale)
 
-    def counted(self, count: int, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
+    def counted(self, count: int | Tensor, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
         """rows_major over the `count` rows that have a label, in their order: the others cost nothing.
 
         Their nll, dh and, though they have some, max and logsum are zero. The rows that count are gathered into the
-        buffer of dh, and spread over it again at the end, through the slab: no more memory is needed.
+        buffer of dh, and spread over it again at the end, through the slab: no more memory is needed. Where the count
+        is on the device, the loop goes over all rows, and the kernels leave out those behind it.
         """
         N, H = self.h.shape
-        order = torch.argsort((self.target == self.how.ignore_index).to(torch.uint8), stable=True)
-        at = order[:count]
-        dh = self.dh(needs.dh, self.dtype)
-        h = torch.index_select(self.h, 0, at, out=dh[:count] if needs.dh else None)
+        valid = self.target != self.how.ignore_index
+        order = torch.argsort((~valid).to(torch.uint8), stable=True)
         compact = copy.copy(self)
-        compact.N, compact.rows = count, max(1, min(self.rows, count))
-        compact.h, compact.target = h, self.target[at]
+        if isinstance(count, Tensor):
+            counts = torch.arange(N, device=self.device) < count
+            compact.N, compact.limit = N, count
+            # what an ignored row holds, a NaN maybe, is nobody's business
+            at = torch.where(counts, order, order[:1]) if N else order
+        else:
+            counts = None
+            compact.N, at = count, order[:count]
+            order = at
+        dh = self.dh(needs.dh, self.dtype)
+        h = torch.index_select(self.h, 0, at, out=dh[: compact.N] if needs.dh else None)
+        compact.rows = max(1, min(self.rows, compact.N))
+        compact.h, compact.target = h, self.target[order]
         compact.into = self.into._replace(stats=None, dh=h if needs.dh else None)
-        g = Cotangents(*(None if x is None else x[at] for x in g))
-        stats, grads = compact.rows_major(NOTHING_MORE, g, program, [x[at] for x in row_inputs], needs)
+        g = Cotangents(*(None if x is None else x[order] for x in g))
+        stats, grads = compact.rows_major(NOTHING_MORE, g, program, [x[order] for x in row_inputs], needs)
         spread = self.into.stats or Statistics(*(self.empty(N, dtype=self.stats) for _ in range(3)))
         for x in spread[:3]:
             x.zero_()
-        spread.nll.index_copy_(0, at, stats.nll)
+        spread.nll.index_copy_(0, order, stats.nll if counts is None else stats.nll.where(counts, 0))
         if needs.dh:
             room = self.into.slab
             if room is None or room.numel() < H:
                 room = self.empty(compact.rows * H)  # of a chunk; the slab is gone
-            step = room.numel() // max(1, H)
-            for lo in reversed(range(0, count, step)):  # no row moves forward
-                compacted = dh[lo : min(lo + step, count)]
-                moved = room[: compacted.numel()].view_as(compacted).copy_(compacted)
-                dh.index_copy_(0, at[lo : lo + step], moved)
-            dh.index_fill_(0, order[count:], 0)
+            source, step = (valid.cumsum(0) - 1).clamp_(min=0), max(1, room.numel() // max(1, H))
+            for lo in reversed(range(0, N, step)):  # no row moves forward
+                part = slice(lo, min(lo + step, N))
+                moved = room[: (part.stop - lo) * H].view(-1, H)
+                torch.index_select(dh, 0, source[part], out=moved)
+                dh[part].copy_(moved.masked_fill_(~valid[part, None], 0))
             grads = grads._replace(dh=dh)
         return spread, grads
 

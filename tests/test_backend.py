@@ -242,7 +242,7 @@ def test_uuid_changes_with_sources(monkeypatch, tmp_path):
         shutil.copy(template, tmp_path)
     monkeypatch.setattr(kernels, "_template_dir", lambda: tmp_path)
     assert kernels.source_digest.__wrapped__() == before
-    (tmp_path / "accumulate.py.jinja").write_text("changed")
+    (tmp_path / "gemm.py.jinja").write_text("changed")
     assert kernels.source_digest.__wrapped__() != before
     with torch._functorch.config.patch(donated_buffer=not donation[0]):  # torch leaves it out of its keys
         assert backend._PASSES["joint_custom_pre_pass"].uuid()[1] != donation

@@ -736,7 +736,18 @@ def test_the_triton_kernel_under_the_interpreter():
     assert "skipped" not in child.stdout, child.stdout
 
 
-class TestScaleAndAccumulate:
+LAYOUTS = list(itertools.product(("mk", "km"), ("kp", "pk")))
+
+
+def laid_out(layout, M, P, K):
+    """a [M, K] and b [K, P], random, in that order in memory and with a padding."""
+    sizes = {"m": M, "p": P, "k": K}
+    for at, shape in zip(layout, ("mk", "kp"), strict=True):
+        x = torch.randn(sizes[at[0]], sizes[at[1]] + 5)[:, : sizes[at[1]]]
+        yield x if at == shape else x.t()
+
+
+class TestScaleAndProducts:
     """The kernels without a CPU twin of their own, under the interpreter; on a card by test_lowering.py."""
 
     pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
@@ -751,52 +762,103 @@ class TestScaleAndAccumulate:
         kernels.triton_scale_(x[:size], factor)
         assert torch.equal(x, want)
 
-    @pytest.mark.parametrize(("M", "P", "K"), [(203, 70, 50), (64, 64, 32), (130, 33, 7), (700, 10, 65)])
+    @pytest.mark.parametrize(("M", "P", "K"), [(203, 70, 50), (64, 64, 32), (130, 33, 7), (100, 10, 65)])
     @pytest.mark.parametrize("first", [True, False])
-    def test_accumulate(self, M, P, K, first):
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_gemm(self, M, P, K, first, layout):
         torch.manual_seed(0)
-        a, b, into = torch.randn(K, M + 5)[:, :M], torch.randn(K, P), torch.randn(M + 1, P + 3)
+        (a, b), bias, into = laid_out(layout, M, P, K), torch.randn(P), torch.randn(M + 1, P + 3)
         want = into.double()
-        want[:M, :P] = a.double().t() @ b.double() + (0 if first else want[:M, :P])
-        kernels.triton_accumulate_(into[:M, :P], a, b, first)
+        want[:M, :P] = a.double() @ b.double() + bias.double() + (0 if first else want[:M, :P])
+        kernels.triton_gemm_(into[:M, :P], a, b, first, bias=bias)
         torch.testing.assert_close(into.double(), want, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("count", [0, 7, 64, 70, 130])
+    @pytest.mark.parametrize("over", ["rows", "depth"])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_gemm_up_to_a_count(self, count, over, first):
+        """Tiles of rows that aren't needed stay as they are; what lies behind in K takes no part, NaN as it may be."""
+        a, b = laid_out(("km", "kp"), 130, 70, 65)
+        into, start = torch.randn(130, 70), 3
+        count, left = torch.tensor(count), max(0, count - start)
+        if over == "depth":
+            a[:, left:], b[left:] = float("nan"), float("nan")
+        depth = left if over == "depth" else 65
+        want, before = a[:, :depth].double() @ b[:depth].double() + (0 if first else into.double()), into.clone()
+        kernels.triton_gemm_(into, a, b, first, count=count, start=start, over=over)
+        rows = left if over == "rows" else 130
+        torch.testing.assert_close(into[:rows].double(), want[:rows], rtol=1e-5, atol=1e-5)
+        untouched = -(-left // 64) * 64 if over == "rows" else 130
+        assert torch.equal(into[untouched:], before[untouched:])
+
+    @pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+    @pytest.mark.parametrize("bias", [False, True])
+    def test_a_count_that_the_host_never_sees(self, ignored, bias, monkeypatch):
+        """The loop of runtime.py over all rows, its kernels over those that count; ignored rows hold NaN."""
+        from flce_inductor import runtime
+
+        monkeypatch.setattr(kernels, "TRITON_DEVICES", ("cpu",))
+        N, H, V = 203, 40, 90
+        torch.manual_seed(0)
+        h, w, b = (x.half() for x in (torch.randn(N, H), torch.randn(V, H) / 3, torch.randn(V)))
+        target = torch.randint(V, (N,)).masked_fill_(torch.rand(N) < ignored, -100)
+        b = b if bias else None
+        x, y = (t.double().requires_grad_() for t in (h, w))
+        z = torch.nn.functional.linear(x, y, b if b is None else b.double())
+        want = torch.nn.functional.cross_entropy(z, target, reduction="none")
+        want.sum().backward()
+        h[target == -100] = float("nan")
+        needs = runtime.Needs(True, True, False)
+        g, how = Cotangents(torch.ones(N)), runtime.How(-100, 64)
+        count = (target != -100).sum()
+        stats, grads = runtime.run(h, w, target, b, None, how, cotangents=g, needs=needs, counted=count)
+        for got, expected in ((stats.nll, want), (grads.dh, x.grad), (grads.dweight, y.grad)):
+            unscaled = got.double() * (1 if got is stats.nll else grads.unscale)
+            assert (unscaled - expected).norm() <= 1e-3 * expected.norm()
 
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 leaves nothing to compile")
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("into", ["bf16", "fp32"])
-def test_scale_and_accumulate_compile(capability, into, tmp_path, monkeypatch):
+def test_scale_and_gemm_compile(capability, into, tmp_path, monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    target = GPUTarget("cuda", capability, 32)
+    target, fusion = GPUTarget("cuda", capability, 32), {"enable_fp_fusion": True}
     scale = {"x_ptr": f"*{into}", "factor_ptr": "*fp32", "size": "i64", "BLOCK": "constexpr"}
     source = ASTSource(kernels._load_scale(), scale, {"BLOCK": 4096})
-    assert f".target sm_{capability}" in triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    ptx = triton.compile(source, target=target, options={"num_warps": 8, **fusion}).asm["ptx"]
+    assert f".target sm_{capability}" in ptx
 
-    blocks = kernels._accumulate_config(torch.bfloat16)
-    constants = dict(zip(("BLOCK_M", "BLOCK_P", "BLOCK_K"), blocks, strict=False)) | {"FIRST": False, "GROUP": 8}
-    for descriptors in (False, True) if capability >= 90 else (False,):
-        kernel = kernels.load_accumulate(descriptors, ieee=False)
-        m, p, k = blocks[:3]
-        operands = {"into": (into, f"{m},{p}"), "a": ("bf16", f"{k},{m}"), "b": ("bf16", f"{k},{p}")}
+    blocks = kernels._gemm_config(torch.bfloat16)
+    sizes = dict(zip("mpk", blocks, strict=False))
+    constants = {f"BLOCK_{d.upper()}": size for d, size in sizes.items()} | {"FIRST": False, "GROUP": 8}
+    # dweight, dweight up to a count, and the logits and dh of as many rows
+    variants = [(("km", "kp"), False, ""), (("km", "kp"), False, "depth"), (("mk", "pk"), True, "rows")]
+    variants.append((("mk", "kp"), False, "rows"))
+    for (layout, bias, over), descriptors in itertools.product(variants, (False, True)):
+        if descriptors and capability < 90:
+            continue
+        kernel = kernels.load_gemm(descriptors, False, layout, bias, over)
+        places = {"into": (into, "mp"), "a": ("bf16", layout[0]), "b": ("bf16", layout[1])}
+        kinds = {"bias": "bf16", "count": "i64"}
         signature = {}
         for parameter in kernel.params:
             name = parameter.name.partition("_")[0]
+            dtype, at = places.get(name, (kinds.get(name), ""))
             if parameter.name.endswith("_ptr"):
-                signature[parameter.name] = f"*{operands[name][0]}"
+                signature[parameter.name] = f"*{dtype}"
             elif parameter.name.endswith("_desc"):
-                signature[parameter.name] = "tensordesc<{}[{}]>".format(*operands[name])
+                signature[parameter.name] = f"tensordesc<{dtype}[{sizes[at[0]]},{sizes[at[1]]}]>"
             else:
                 signature[parameter.name] = "constexpr" if parameter.name in constants else "i32"
         divisible = {(i,): [["tt.divisibility", 16]] for i in range(6)} if not descriptors else {}
         source = ASTSource(kernel, signature, constants, divisible)
-        ptx = triton.compile(source, target=target, options={"num_warps": blocks[3], "num_stages": blocks[4]}).asm[
-            "ptx"
-        ]
+        options = {"num_warps": blocks[3], "num_stages": blocks[4], **fusion}
+        ptx = triton.compile(source, target=target, options=options).asm["ptx"]
         assert f".target sm_{capability}" in ptx
         assert ("cp.async.bulk.tensor" in ptx) == descriptors
         assert capability != 90 or "wgmma" in ptx
@@ -823,6 +885,7 @@ FEATURES = [
     FULL._replace(argmax=True, function="affine"),
     FULL._replace(out=True, function="sigmoid"),
     FULL._replace(padded=True),
+    FULL._replace(padded=True, counted=True),
     RICH._replace(padded=True, out=False),
     RICH,
     RICH._replace(stats=False, zsum=False, argmax=False),
@@ -884,9 +947,9 @@ def test_the_triton_kernel_compiles(capability, slab_type, keys, tmp_path, monke
     for key in keys:
         stat = "fp64" if key.float64 else "fp32"
         itemsize = int(slab_type[-2:]) // 8
-        types = {"slab": f"*{slab_type}", "out": f"*{slab_type}", "target": "*i64", "argmax": "*i64"}
+        types = {"slab": f"*{slab_type}", "out": f"*{slab_type}"} | dict.fromkeys(("target", "argmax", "count"), "*i64")
         signature = {f"{name}_ptr": types.get(name, f"*{stat}") for name in kernels.pointer_args(key)}
-        signature |= dict.fromkeys(("row_stride", "out_row_stride", "V", "ignore_index"), "i32")
+        signature |= dict.fromkeys(("row_stride", "out_row_stride", "V", "ignore_index", "start"), "i32")
         signature |= dict.fromkeys(("z_scale", "z_shift", "z_cap"), stat)
         aligned = ("slab_ptr", "out_ptr", "class_weight_ptr", "row_stride", "out_row_stride")
         compiled = cross_compile(key, capability, signature, itemsize, aligned)

@@ -359,8 +359,8 @@ def test_tuning_leaves_the_random_state_alone(small_candidates):
 def test_forced_plan(fn, device, dtype, plan, monkeypatch):
     """Whatever the tuner chooses is right; where the Triton kernel can't be had the library does it."""
     used = []
-    original = kernels.triton_accumulate_
-    monkeypatch.setattr(kernels, "triton_accumulate_", lambda *args: used.append(1) or original(*args))
+    original = kernels.triton_gemm_
+    monkeypatch.setattr(kernels, "triton_gemm_", lambda *args, **more: used.append(1) or original(*args, **more))
     args = problem(dtype, n=300, device=device, sizes=(64, 1003))
     monkeypatch.setattr(lowering, "_times", lambda *_: {Candidate(128, plan): 1.0})
     with fresh(autotune=True), fresh_cache():
@@ -372,7 +372,7 @@ def test_forced_plan(fn, device, dtype, plan, monkeypatch):
     assert len(used) == (3 if hoisted and plan.accumulate == "triton" and can else 0)
 
 
-# ---------------------------------------------------------------- the accumulate kernel
+# ---------------------------------------------------------------- Triton's products
 
 
 @pytest.mark.parametrize(
@@ -382,12 +382,37 @@ def test_forced_plan(fn, device, dtype, plan, monkeypatch):
 @pytest.mark.parametrize(("M", "P", "K"), [(1003, 70, 50), (256, 128, 64), (130, 33, 7), (2049, 264, 513)])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_accumulate(M, P, K, first, into, operand):
-    """into (+)= a.T @ b, one rounding; a as wide as a padded slab is."""
+def test_gemm(M, P, K, first, into, operand):
+    """into (+)= a @ b, one rounding; a's transpose as wide as a padded slab is."""
     torch.manual_seed(0)
-    a = torch.randn(K, -(-M // 64) * 64, device="cuda").to(operand)[:, :M]
+    a = torch.randn(K, -(-M // 64) * 64, device="cuda").to(operand)[:, :M].t()
     b, destination = torch.randn(K, P, device="cuda").to(operand), torch.randn(M, P, device="cuda").to(into)
-    want = a.double().t() @ b.double() + (0 if first else destination.double())
-    kernels.triton_accumulate_(destination, a, b, first)
+    want = a.double() @ b.double() + (0 if first else destination.double())
+    kernels.triton_gemm_(destination, a, b, first)
     error = (destination.double() - want).abs().max() / want.abs().max()
     assert error < max(torch.finfo(into).eps, 1e-5 if operand == torch.float32 else 1e-6 * K**0.5)
+
+
+@pytest.mark.parametrize("count", [0, 7, 700, 1100, 2000])
+@pytest.mark.parametrize("over", ["rows", "depth"])
+@pytest.mark.parametrize("layout", ["mk kp", "mk pk", "km kp", "km pk"])
+@pytest.mark.parametrize("padding", [0, 3])  # with 3 there are no descriptors
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gemm_up_to_a_count(count, over, layout, padding):
+    """What lies behind the count in K takes no part, NaN as it may be; rows behind it stay as they are."""
+    torch.manual_seed(0)
+    sizes, start = {"m": 1003, "p": 264, "k": 1000}, 100
+    a, b = (
+        torch.randn(sizes[i], -(-sizes[j] // 64) * 64 + padding, device="cuda").bfloat16()[:, : sizes[j]]
+        for i, j in layout.split()
+    )
+    a, b = (x if at in ("mk", "kp") else x.t() for x, at in zip((a, b), layout.split(), strict=True))
+    into, left = torch.randn(1003, 264, device="cuda").bfloat16(), max(0, count - start)
+    depth, rows = (left, 1003) if over == "depth" else (1000, left)
+    a[:, depth:], b[depth:] = float("nan"), float("nan")
+    want, before = a[:, :depth].double() @ b[:depth].double() + into.double(), into.clone()
+    kernels.triton_gemm_(into, a, b, False, count=torch.tensor(count, device="cuda"), start=start, over=over)
+    torch.testing.assert_close(into[:rows].double(), want[:rows], rtol=1e-2, atol=0.3)
+    untouched = -(-rows // 128) * 128
+    assert torch.equal(into[untouched:], before[untouched:])

@@ -241,12 +241,82 @@ def test_labels_that_the_model_makes_are_known_too_late(_, products):
         )
 
 
-@pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
-def test_cuda_graphs_compute_all_rows(_):
-    args = cuda_args()
-    with fresh(skip_ignored=True), torch._inductor.config.patch({"triton.cudagraphs": True}):
-        (site,) = flce_inductor.explain(torch.compile(mean, backend="flce_inductor"), *args)
-        assert site.skip_reason is Reason.CUDA_GRAPHS
+@pytest.mark.parametrize(
+    ("setting", "dtype", "bias", "skips"),
+    [
+        pytest.param(*case, marks=gpu)
+        for case in (
+            (True, torch.bfloat16, False, True),
+            (True, torch.float16, False, True),
+            ("auto", torch.bfloat16, False, False),
+            (True, torch.float32, False, False),
+            (True, torch.bfloat16, True, False),
+        )
+    ],
+)
+def test_cuda_graphs(setting, dtype, bias, skips):
+    """One capture serves any number of ignored rows; all rows are computed where no kernel of ours can be."""
+    h, weight, target = problem(N=512, V=1003, H=64, dtype=dtype, device="cuda")
+    b = torch.randn(1003, device="cuda").to(dtype).requires_grad_(bias)
+
+    def fn(h, weight, b, target):
+        return F.cross_entropy(F.linear(h, weight, b), target)
+
+    with fresh(skip_ignored=setting, chunk_size=200), torch._inductor.config.patch({"triton.cudagraphs": True}):
+        compiled = torch.compile(fn, backend="flce_inductor")
+        (site,) = flce_inductor.explain(compiled, h, weight, b, target)
+        assert site.skips is skips and (skips or site.skip_reason is Reason.CUDA_GRAPHS)
+        for ignored in (0.6, 0.6, 0.6, 0.0, 1.0, 0.99):
+            target.copy_(problem(N=512, V=1003, ignored=ignored, seed=int(ignored * 100))[2])
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = compiled(h, weight, b, target)
+            got = [x.clone() for x in (loss.detach(), *torch.autograd.grad(loss, (h, weight)))]
+            leaves = [x.detach().double().requires_grad_() for x in (h, weight)]
+            want = fn(*leaves, b.detach().double(), target)
+            assert_close(got, (want.detach(), *torch.autograd.grad(want, leaves)), dtype)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_count_that_stays_on_the_device(ignored, dtype):
+    """Without kernels that know the count all rows are computed, but what an ignored row holds is nobody's."""
+    h, weight, target = problem(dtype=dtype, ignored=ignored)
+    want = gradients(lambda *args: mean(*args) * (target != IGNORE).sum(), (h, weight, target), False)
+    h, weight = h.detach().clone(), weight.detach()
+    h[target == IGNORE] = float("nan")
+    g, slab = runtime.Cotangents(torch.ones(300)), torch.full((64 * 512,), float("nan"), dtype=dtype)
+    stats, grads = runtime.run(
+        h,
+        weight,
+        target,
+        None,
+        None,
+        How(IGNORE, 64),
+        cotangents=g,
+        needs=Needs(True, True, False),
+        into=runtime.Buffers(slab=slab),
+        counted=(target != IGNORE).sum(),
+    )
+    unscaled = [x.double() * grads.unscale for x in grads[:2]]
+    assert_close([stats.nll.sum(), *unscaled], [want[0].nan_to_num(), *(x.nan_to_num() for x in want[1:])], dtype)
+    assert not stats.nll[target == IGNORE].any() and not grads.dh[target == IGNORE].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_explicit_function(setting, device, products):
+    """In eager code a GPU's host would have to wait for the count: it does so when it is told to."""
+    h, weight, target = problem(device=device)
+    count = int((target != IGNORE).sum())
+    skips = setting is True or (setting == "auto" and device == "cpu")
+    for more, counted in (({}, skips), ({"z_loss": 1e-3}, False), ({"label_smoothing": 0.1}, False)):
+        products.clear()
+        with fresh(skip_ignored=setting):
+            loss = flce_inductor.linear_cross_entropy(h, weight, target, chunk_size=64, **more)
+            got = loss.detach(), *torch.autograd.grad(loss, (h, weight))
+        assert sum(products) == (count if counted else 300)
+        if not more:
+            assert_close(got, gradients(mean, (h, weight, target), False), torch.float32)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
