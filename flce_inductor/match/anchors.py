@@ -209,22 +209,7 @@ def _largest(node: Node, place: Place, *inner: Node) -> Reader:
 
 def _loss(node: Node, place: Place, args: dict[str, Any]) -> Reader:
     """cross_entropy or nll_loss over labels."""
-    if args["size_average"] is not None or args["reduce"] is not None:
-        raise Refused(Reason.LEGACY_REDUCTION)
-    logits, target = value(place.node), value(args["target"])
-    if target.is_floating_point():
-        raise Refused(Reason.CLASS_PROBABILITIES)
-    if target.dtype != torch.int64:
-        raise Refused(Reason.TARGET_DTYPE, str(target.dtype))
-    if logits.dim() + place.classes != 1 or target.dim() != logits.dim() - 1:
-        raise Refused(Reason.LOGITS_SHAPE, f"logits {tuple(logits.shape)}, labels {tuple(target.shape)}")
-    numbers = (args["ignore_index"], args["label_smoothing"])
-    if (
-        args["reduction"] not in REDUCTIONS
-        or not isinstance(numbers[0], int)
-        or not isinstance(numbers[1], (int, float))
-    ):
-        raise Refused(Reason.UNKNOWN_SHAPE, f"reduction={args['reduction']}, {numbers}")
+    check_arguments(args, value(place.node), value(args["target"]), place.classes)
     class_weight = args["weight"]
     if class_weight is not None and (
         value(class_weight).requires_grad or not same(value(class_weight).shape, [place.V])
@@ -250,6 +235,21 @@ def _loss(node: Node, place: Place, args: dict[str, Any]) -> Reader:
         want=Want(zsum=loss.label_smoothing != 0),
         scalar=loss.reduction != "none",
     )
+
+
+def check_arguments(args: dict[str, Any], logits: Tensor, target: Tensor, classes: int = -1) -> None:
+    """Refuse a loss over labels whose arguments, but for class weights, say what the ops don't compute."""
+    if args["size_average"] is not None or args["reduce"] is not None:
+        raise Refused(Reason.LEGACY_REDUCTION)
+    if target.is_floating_point():
+        raise Refused(Reason.CLASS_PROBABILITIES)
+    if target.dtype != torch.int64:
+        raise Refused(Reason.TARGET_DTYPE, str(target.dtype))
+    if logits.dim() + classes != 1 or target.dim() != logits.dim() - 1:
+        raise Refused(Reason.LOGITS_SHAPE, f"logits {tuple(logits.shape)}, labels {tuple(target.shape)}")
+    index, smoothing = args["ignore_index"], args["label_smoothing"]
+    if args["reduction"] not in REDUCTIONS or not isinstance(index, int) or not isinstance(smoothing, (int, float)):
+        raise Refused(Reason.UNKNOWN_SHAPE, f"reduction={args['reduction']}, {(index, smoothing)}")
 
 
 def _gathered(node: Node, place: Place) -> Node | None:

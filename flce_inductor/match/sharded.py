@@ -16,7 +16,6 @@ from torch.fx.node import Node
 
 from .. import _compat, chunking, config, ops, parallel
 from ..explain import Reason
-from ..losses import REDUCTIONS
 from . import anchors
 from .chain import operand, same_or_wider
 from .graph import Changes, Refused, backward_of, example, name, same
@@ -74,7 +73,9 @@ def rewrite(loss: Node, head: Head, changes: Changes) -> int:
         if len(node.users) != 1:
             raise Refused(Reason.READER, name(next(n for n in node.users if n is not user)))
     args = anchors.arguments_of(loss)
-    _check_loss(args, example(head.path[0]))
+    anchors.check_arguments(args, example(head.path[0]), example(args["target"]))
+    if args["weight"] is not None:
+        raise Refused(Reason.SHARDED, "with class weights")
     logits, inputs = example(head.path[-1]), [n for n in (head.hidden, head.weight, head.bias) if n is not None]
     dtypes = {example(n).dtype for n in inputs}
     if dtypes != {logits.dtype} or not ops.dtypes_fit(logits.dtype, logits.dtype, None):
@@ -132,22 +133,3 @@ def _check_link(link: Node, V: int, logits: torch.Tensor) -> None:
         raise Refused(Reason.SHARDED, "redistribute to a partial sum")
     if not same_or_wider(before.dtype, after.dtype) or before.device != after.device:
         raise Refused(Reason.SHARDED, f"{called} to {after.dtype}")
-
-
-def _check_loss(args: dict[str, Any], logits: torch.Tensor) -> None:
-    """Refuse what anchors.py refuses for plain logits, and class weights."""
-    if args["size_average"] is not None or args["reduce"] is not None:
-        raise Refused(Reason.LEGACY_REDUCTION)
-    target = example(args["target"])
-    if target.is_floating_point():
-        raise Refused(Reason.CLASS_PROBABILITIES)
-    if target.dtype != torch.int64:
-        raise Refused(Reason.TARGET_DTYPE, str(target.dtype))
-    if logits.dim() != 2 or target.dim() != 1:
-        raise Refused(Reason.LOGITS_SHAPE, f"logits {tuple(logits.shape)}, labels {tuple(target.shape)}")
-    if args["weight"] is not None:
-        raise Refused(Reason.SHARDED, "with class weights")
-    if args["reduction"] not in REDUCTIONS or not isinstance(args["ignore_index"], int):
-        raise Refused(Reason.UNKNOWN_SHAPE, f"reduction={args['reduction']}")
-    if not isinstance(args["label_smoothing"], (int, float)):
-        raise Refused(Reason.UNKNOWN_SHAPE, f"label_smoothing={args['label_smoothing']}")
