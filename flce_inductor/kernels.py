@@ -310,9 +310,9 @@ def pointer_args(key: RowsKey) -> list[str]:
 def _config(V: int, key: RowsKey, itemsize: int) -> tuple[int, int]:
     """(BLOCK, num_warps): 16 elements of a 16-bit slab per thread and 32 warps were the best of 14 configurations on an
     H200 for V from 32000 to 262144, within 2 %, but where half of it leaves less of the last block unused (50257).
-    Twice the bytes halve the block, and so do argmax or zsum with pz, for want of registers: 1024 threads
+    Twice the bytes halve the block, and so do float64, and argmax or zsum with pz, for want of registers: 1024 threads
     have 64 each."""
-    per_warp = 1024 // itemsize
+    per_warp = 1024 // itemsize // (2 if key.float64 else 1)
     if key.argmax or (key.zsum and key.pz):
         per_warp //= 2
     block = 16
