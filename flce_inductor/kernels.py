@@ -312,8 +312,8 @@ def _config(V: int, key: RowsKey, itemsize: int) -> tuple[int, int]:
     H200 for V from 32000 to 262144, within 2 %, but where half of it leaves less of the last block unused (50257).
     Twice the bytes halve the block, and so do float64, and argmax or zsum with pz, for want of registers: 1024 threads
     have 64 each."""
-    per_warp = 1024 // itemsize // (2 if key.float64 else 1)
-    if key.argmax or (key.zsum and key.pz):
+    per_warp = 1024 // itemsize
+    if key.float64 or key.argmax or (key.zsum and key.pz):
         per_warp //= 2
     block = 16
     while block < V and block < 32 * per_warp:
