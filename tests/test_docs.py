@@ -1,0 +1,153 @@
+"""The documentation says what is so: its code runs, its links lead somewhere, the tests that it names exist.
+
+A code block of docs/*.md is run if a comment stands before it:
+
+    <!-- test rewritten=1 left=0        how many losses are rewritten and left alone
+    torch code that runs first, unseen by the reader -->
+
+with "defaults" for the keys' defaults (else every head is large enough) and "enabled" where the block sets the flag
+of stock Inductor. A comment `<!-- check ... -->` behind the block holds code that runs after it, and a block behind
+`<!-- output -->` is what it prints. Inductor's passes run as in the product, its kernels as eager code.
+"""
+
+import ast
+import contextlib
+import io
+import pathlib
+import re
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+from util import collect, fresh
+
+from flce_inductor.backend import _run_eagerly
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+_COMMENT = r"<!-- {}((?: [a-z]+(?:=\d+)?)*)\s*?(\n.*?)?\s*-->\n"
+_FENCE = r"```{}\n(.*?)\n```\n"
+_BLOCK = re.compile(
+    _COMMENT.format("test")
+    + _FENCE.format("python")
+    + r"(?:<!-- output -->\n" + _FENCE.format("text") + ")?"
+    + r"(?:<!-- check\n(.*?)-->\n)?",
+    re.DOTALL,
+)  # fmt: skip
+
+
+def blocks():
+    """Each code block with a test, of each page."""
+    for page, text in PAGES.items():
+        for found in _BLOCK.finditer(text):
+            heading = re.findall(r"^#+ (.+)$", text[: found.start()], re.MULTILINE)[-1]
+            yield pytest.param(*found.groups(), id=f"{page}:{heading}")
+
+
+@contextlib.contextmanager
+def eager_kernels(monkeypatch):
+    """Inductor's passes, then the graphs in eager mode; unlike backend.tracing() it switches nothing on."""
+    original = compile_fx.compile_fx
+
+    def traced(gm, example_inputs, inner_compile=None, config_patches=None, **rest):
+        if config_patches is None:  # called by itself
+            return original(gm, example_inputs, _run_eagerly, **rest)
+        patches = {**config_patches, "force_disable_caches": True}
+        return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compile_fx, "compile_fx", traced)
+        yield
+
+
+@pytest.mark.parametrize(("options", "before", "code", "output", "after"), [*blocks()])
+def test_code(options, before, code, output, after, monkeypatch):
+    for library in ("transformers", "accelerate"):
+        if library in (before or "") + code:
+            pytest.importorskip(library)
+    wanted = dict(re.findall(r"(\w+)=(\d+)", options))
+    keys = {"min_logits_bytes": 64 << 20, "min_vocab_size": 128} if "defaults" in options else {}
+    scope = {"__name__": "__main__"}
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with fresh(**keys, enable=False), eager_kernels(monkeypatch):
+        exec(compile(before or "", "before", "exec"), scope)
+        with collect() as sites, contextlib.redirect_stdout(printed):
+            exec(compile(code, "train.py", "exec"), scope)
+        # what a check compiles beside it doesn't count, but that it runs a function of the block does
+        with collect() as later:
+            exec(compile(after or "", "after", "exec"), scope)
+    sites = sites or later
+    counted = [sum(site.reason is None for site in sites), sum(site.reason is not None for site in sites)]
+    assert counted == [int(wanted.get(k, 0)) for k in ("rewritten", "left")], "\n".join(map(str, sites))
+    if output is not None:
+        assert plain(printed.getvalue()) == plain(output)
+
+
+def plain(text):
+    """An output without what differs between versions of torch and machines."""
+    text = re.sub(r"\d+ rows a chunk", "C rows a chunk", text.strip())
+    return re.sub(r"^(    train.py:\d+: ).*", r"\1", text, flags=re.MULTILINE)
+
+
+def test_every_page_is_in_the_index():
+    linked = re.findall(r"\]\(docs/([\w-]+\.md)", PAGES["README.md"])
+    assert {*linked} == {*PAGES} - {"README.md"}
+
+
+# ---------------------------------------------------------------- links and names
+
+
+def anchors(text):
+    """GitHub's anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#{1,6} (.+?)\s*$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[(.+?)\]\(.+?\)", r"\1", h).lower()).replace(" ", "-") for h in headings}
+
+
+def links(page):
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page):
+    folder = ROOT if page == "README.md" else ROOT / "docs"
+    for link in links(page):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve() if path else folder / page
+        assert target.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page}: {link}"
+
+
+def names(path):
+    """The tests of a file: functions, classes and Class::function."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef))
+
+
+def named_tests(page):
+    return re.findall(r"`tests/(test_\w+\.py)(?:::([\w:]+))?`", PAGES[page])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_tests_exist(page):
+    for file, name in named_tests(page):
+        path = ROOT / "tests" / file
+        assert path.is_file() and (not name or name in names(path)), f"{page}: {file}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page):
+    """`flce_inductor/ops.py`, `templates/rows.py.jinja`, and names in them, `match/chain.py::follow`."""
+    for path, name in re.findall(r"`((?:flce_inductor|templates|benchmarks)/[\w/.-]+\.\w+)(?:::([\w.]+))?`", PAGES[page]):
+        file = ROOT / path
+        assert file.is_file(), f"{page}: {path}"
+        found = not name or re.search(rf"^\s*(def |class )?{re.escape(name.split('.')[-1])}\b", file.read_text(), re.M)
+        assert found, f"{page}: {path}::{name}"
