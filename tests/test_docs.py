@@ -18,10 +18,13 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 from util import collect, fresh
 
-from flce_inductor.backend import _run_eagerly
+from flce_inductor import backend
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -51,9 +54,9 @@ def eager_kernels(monkeypatch):
 
     def traced(gm, example_inputs, inner_compile=None, config_patches=None, **rest):
         if config_patches is None:  # called by itself
-            return original(gm, example_inputs, _run_eagerly, **rest)
+            return original(gm, example_inputs, backend._run_eagerly, **rest)
         patches = {**config_patches, "force_disable_caches": True}
-        return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
+        return original(gm, example_inputs, backend._run_eagerly, config_patches=patches, **rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(compile_fx, "compile_fx", traced)
@@ -88,6 +91,60 @@ def plain(text):
     """An output without what differs between versions of torch and machines."""
     text = re.sub(r"\d+ rows a chunk", "C rows a chunk", text.strip())
     return re.sub(r"^(    train.py:\d+: ).*", r"\1", text, flags=re.MULTILINE)
+
+
+def test_every_block_is_run():
+    """A comment that is written in another way would keep its block from being run, in silence."""
+    for page, text in PAGES.items():
+        assert text.count("<!-- test") == len(_BLOCK.findall(text)), page
+        found = [x for block in _BLOCK.finditer(text) for x in block.groups()[3:] if x is not None]
+        assert text.count("<!-- output") + text.count("<!-- check") == len(found), page
+    assert PAGES["quickstart.md"].count("```python") == PAGES["quickstart.md"].count("<!-- test")
+
+
+# ---------------------------------------------------------------- the example of how-it-works.md
+
+
+def simplified(graph):
+    """A line for each call of a graph."""
+
+    def called(target):
+        return target if isinstance(target, (str, torch._ops.OpOverload)) else target.__name__
+
+    calls = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+    return [f"{n.name} = {called(n.target)}({', '.join(map(repr, n.args))})" for n in calls]
+
+
+def without_numbers(line):
+    """A line without the numbers of buffers and nodes, and Dynamo's l_x_ for x: they differ between versions."""
+    return re.sub(r"\b(?:l_)?([a-z_]+?)_?\d*\b(?=[ ,)\]]|$)", r"\1", line.strip())
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="shown as torch 2.13 makes them")
+def test_graphs_and_code_of_the_example(monkeypatch):
+    """Each line that how-it-works.md shows is in the graphs, or in Inductor's code."""
+    shown = [line for part in re.findall(r"<!-- lines -->\n```\w+\n(.*?)```", PAGES["how-it-works.md"], re.DOTALL)
+             for line in part.splitlines()]  # fmt: skip
+    assert len(shown) > 20
+    seen = []
+    for kind in (backend._PreGradPass, backend._JointPass):
+
+        def watched(self, graph, original=kind.__call__):
+            seen.extend(simplified(graph))
+            original(self, graph)
+            seen.extend(simplified(graph))
+
+        monkeypatch.setattr(kind, "__call__", watched)
+    scope = {"torch": torch, "F": F}
+    (example,) = re.findall(r"<!-- example -->\n```python\n(.*?)```", PAGES["how-it-works.md"], re.DOTALL)
+    h, weight = torch.randn(1024, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True)
+    caches = torch._functorch.config.patch(enable_autograd_cache=False)  # the passes don't run for what is cached
+    with fresh(), caches, inductor_config.patch(fx_graph_cache=False):
+        exec(example, scope)
+        _, codes = run_and_get_code(lambda: scope["step"](h, weight, torch.zeros(1024).long()).backward())
+    seen += [line for code in codes for line in code.splitlines()]
+    known = {without_numbers(line) for line in seen}
+    assert [line for line in shown if without_numbers(line) not in known] == []
 
 
 def test_every_page_is_in_the_index():
