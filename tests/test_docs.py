@@ -13,6 +13,7 @@ of stock Inductor. A comment `<!-- check ... -->` behind the block holds code th
 import ast
 import contextlib
 import io
+import json
 import pathlib
 import re
 
@@ -33,10 +34,12 @@ _FENCE = r"```{}\n(.*?)\n```\n"
 _BLOCK = re.compile(
     _COMMENT.format("test")
     + _FENCE.format("python")
-    + r"(?:<!-- output -->\n" + _FENCE.format("text") + ")?"
+    + r"(?:<!-- output -->\n"
+    + _FENCE.format("text")
+    + ")?"
     + r"(?:<!-- check\n(.*?)-->\n)?",
     re.DOTALL,
-)  # fmt: skip
+)
 
 
 def blocks():
@@ -123,8 +126,11 @@ def without_numbers(line):
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="shown as torch 2.13 makes them")
 def test_graphs_and_code_of_the_example(monkeypatch):
     """Each line that how-it-works.md shows is in the graphs, or in Inductor's code."""
-    shown = [line for part in re.findall(r"<!-- lines -->\n```\w+\n(.*?)```", PAGES["how-it-works.md"], re.DOTALL)
-             for line in part.splitlines()]  # fmt: skip
+    shown = [
+        line
+        for part in re.findall(r"<!-- lines -->\n```\w+\n(.*?)```", PAGES["how-it-works.md"], re.DOTALL)
+        for line in part.splitlines()
+    ]
     assert len(shown) > 20
     seen = []
     for kind in (backend._PreGradPass, backend._JointPass):
@@ -150,6 +156,39 @@ def test_graphs_and_code_of_the_example(monkeypatch):
 def test_every_page_is_in_the_index():
     linked = re.findall(r"\]\(docs/([\w-]+\.md)", PAGES["README.md"])
     assert {*linked} == {*PAGES} - {"README.md"}
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def results(name):
+    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / name).read_text().splitlines()]
+
+
+def test_accuracy_of_the_weight_gradient():
+    """The table of numerics.md is what the results say."""
+    part = PAGES["numerics.md"].split("<!-- accuracy: dweight_ratio -->\n")[1].split("<!-- end")[0]
+    columns = re.findall(r'(bf16|fp16) `"(\w+)"`', part.splitlines()[0])
+    names = {"bf16": "bfloat16", "fp16": "float16"}
+    measured = {
+        (x["dtype"], x["accum"], x["chunks"]): f"{x['dweight_ratio']:.2f}"
+        for x in results("2026-11-29-h200-accuracy.jsonl")
+        if x["provider"] == "ours"
+    }
+    rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in part.splitlines()[2:]]
+    assert len(rows) >= 6 and len(columns) == 6
+    for chunks, *cells in rows:
+        assert cells == [measured[names[dtype], accum, int(chunks)] for dtype, accum in columns]
+
+
+def test_measured_tables():
+    """A table behind `<!-- results: FILE -->` holds times and memory of that file's measurements."""
+    tables = [x for text in PAGES.values() for x in re.findall(r"<!-- results: (\S+) -->\n(.*?)\n\n", text, re.DOTALL)]
+    assert tables
+    for file, table in tables:
+        known = {f"{x['ms']:.1f} ms, {x['peak_plus_mib']:.0f} MiB" for x in results(file)}
+        shown = re.findall(r"[\d.]+ ms, \d+ MiB", table)
+        assert len(shown) >= 2 and {*shown} <= known, {*shown} - known
 
 
 # ---------------------------------------------------------------- links and names
@@ -203,7 +242,9 @@ def test_named_tests_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page):
     """`flce_inductor/ops.py`, `templates/rows.py.jinja`, and names in them, `match/chain.py::follow`."""
-    for path, name in re.findall(r"`((?:flce_inductor|templates|benchmarks)/[\w/.-]+\.\w+)(?:::([\w.]+))?`", PAGES[page]):
+    for path, name in re.findall(
+        r"`((?:flce_inductor|templates|benchmarks)/[\w/.-]+\.\w+)(?:::([\w.]+))?`", PAGES[page]
+    ):
         file = ROOT / path
         assert file.is_file(), f"{page}: {path}"
         found = not name or re.search(rf"^\s*(def |class )?{re.escape(name.split('.')[-1])}\b", file.read_text(), re.M)
