@@ -12,6 +12,7 @@ of stock Inductor. A comment `<!-- check ... -->` behind the block holds code th
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import pathlib
@@ -218,14 +219,15 @@ def test_links(page):
             assert anchor in anchors(target.read_text()), f"{page}: {link}"
 
 
+@functools.cache
 def names(path):
     """The tests of a file: functions, classes and Class::function."""
-    tree = ast.parse(path.read_text())
-    for node in tree.body:
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        inner = [x.name for x in node.body if isinstance(x, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        if isinstance(node, ast.ClassDef):
-            yield from (f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef))
+            found |= {node.name, *(f"{node.name}::{name}" for name in inner)}
+    return found
 
 
 def named_tests(page):
