@@ -5,9 +5,9 @@ A code block of docs/*.md is run if a comment stands before it:
     <!-- test rewritten=1 left=0        how many losses are rewritten and left alone
     torch code that runs first, unseen by the reader -->
 
-with "defaults" for the keys' defaults (else every head is large enough) and "enabled" where the block sets the flag
-of stock Inductor. A comment `<!-- check ... -->` behind the block holds code that runs after it, and a block behind
-`<!-- output -->` is what it prints. Inductor's passes run as in the product, its kernels as eager code.
+with "defaults" for the keys' defaults (else every head is large enough). A comment `<!-- check ... -->` behind the block
+holds code that runs after it, and a block behind `<!-- output -->` is what it prints. Inductor's passes run as in the
+product, its kernels as eager code.
 """
 
 import ast
