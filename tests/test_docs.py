@@ -5,9 +5,9 @@ A code block of docs/*.md is run if a comment stands before it:
     <!-- test rewritten=1 left=0        how many losses are rewritten and left alone
     torch code that runs first, unseen by the reader -->
 
-with "defaults" for the keys' defaults (else every head is large enough). A comment `<!-- check ... -->` behind the block
-holds code that runs after it, and a block behind `<!-- output -->` is what it prints. Inductor's passes run as in the
-product, its kernels as eager code.
+with "defaults" for the keys' defaults (else every head is large enough). A comment `<!-- check ... -->` behind the
+block holds code that runs after it, and a block behind `<!-- output -->` is what it prints. Inductor's passes run as in
+the product, its kernels as eager code.
 """
 
 import ast
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
-from util import collect, fresh
+from util import collect, counters, fresh
 
 from flce_inductor import backend
 
@@ -149,6 +149,7 @@ def test_graphs_and_code_of_the_example(monkeypatch):
     with fresh(), caches, inductor_config.patch(fx_graph_cache=False):
         exec(example, scope)
         _, codes = run_and_get_code(lambda: scope["step"](h, weight, torch.zeros(1024).long()).backward())
+        assert counters["inductor"]["flce_compiled"] == 1  # as quickstart.md says
     seen += [line for code in codes for line in code.splitlines()]
     known = {without_numbers(line) for line in seen}
     assert [line for line in shown if without_numbers(line) not in known] == []
