@@ -170,19 +170,20 @@ def tracing_backend(gm, example_inputs):
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[set[Any]]:
+def tracing() -> Iterator[dict[Any, bool]]:
     """While open, Inductor runs the passes, with the rewrite enabled, then the graphs in eager mode.
 
-    Yields Dynamo's identifiers of the graphs.
+    Yields Dynamo's identifiers of the graphs, and whether the rewrite is enabled for each by itself.
     """
     from torch._inductor import compile_fx as module
 
-    original, graphs = module.compile_fx, set()
+    original, graphs = module.compile_fx, {}
 
     def traced(gm, example_inputs, inner_compile=None, config_patches=None, **rest):
         if config_patches is None:  # called by itself
             return original(gm, example_inputs, _run_eagerly, **rest)
-        graphs.add(torch._guards.CompileContext.current_compile_id())
+        enabled = config_patches.get(f"{config.PREFIX}.enable", config.current().enable)
+        graphs[torch._guards.CompileContext.current_compile_id()] = enabled
         patches = {**_enabled(config_patches), "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 

@@ -356,12 +356,20 @@ class Report(list[Site]):
     """The sites of a function, printable.
 
     graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why. parts: whether
-    only functions or modules that the function calls are compiled.
+    only functions or modules that the function calls are compiled. enabled: false if the rewrite is off, but for
+    explain, where a loss is compiled.
     """
 
-    def __init__(self, sites: Iterable[Site] = (), graphs: int = 0, breaks: Iterable[str] = (), parts: bool = False):
+    def __init__(
+        self,
+        sites: Iterable[Site] = (),
+        graphs: int = 0,
+        breaks: Iterable[str] = (),
+        parts: bool = False,
+        enabled: bool = True,
+    ):
         super().__init__(sites)
-        self.graphs, self.breaks, self.parts = graphs, list(breaks), parts
+        self.graphs, self.breaks, self.parts, self.enabled = graphs, list(breaks), parts, enabled
 
     def __str__(self) -> str:
         made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
@@ -381,6 +389,12 @@ class Report(list[Site]):
                 "    to check: that the loss is computed inside the compiled function, and that it is written with "
                 "cross_entropy, log_softmax or logsumexp of the logits",
             ]
+        if self and not self.enabled:
+            lines.append(
+                "    but the rewrite is off where this is compiled: outside of explain nothing is rewritten until you "
+                'set backend="flce_inductor", options={"flce_inductor.enable": True} or '
+                "torch._inductor.config.flce_inductor.enable = True"
+            )
         if rewritten == len(self) > 0:
             return "\n".join(lines)
         if self.parts:
@@ -434,7 +448,7 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
 
     fn is compiled as a whole and run once on the arguments, in eager mode: no kernel is compiled. If it is compiled
     already, or calls functions or modules that are, it is run as it is, with the options that they were compiled with;
-    the rewrite is enabled for them meanwhile (in all threads).
+    the rewrite is enabled for them meanwhile (in all threads); the report says so where it is off otherwise.
 
     Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
     N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
@@ -459,6 +473,7 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
             if times != met.get(text, 0)
             for line in _skipped(text)
         ]
-        return Report(sites, len(graphs), [*_breaks(graph_break_reasons[first:], new), *skipped], parts)
+        breaks = [*_breaks(graph_break_reasons[first:], new), *skipped]
+        return Report(sites, len(graphs), breaks, parts, all(graphs.get(site.attempt[0], True) for site in sites))
     finally:
         torch._dynamo.reset()

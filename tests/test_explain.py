@@ -344,6 +344,29 @@ def test_options_of_a_compiled_function(how):
     assert site.reason is None and site.chunk_size == 3
 
 
+def test_a_rewrite_that_is_switched_off():
+    """explain switches it on to look; that it is off otherwise is in the report."""
+
+    def loss(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t)
+
+    def part(h, w, t):
+        return compiled(h, w, t)
+
+    text, on = "but the rewrite is off where this is compiled", {"flce_inductor.enable": True}
+    with fresh():
+        compiled = torch.compile(loss)
+        for fn in (compiled, part):
+            report = flce_inductor.explain(fn, *data())
+            assert [site.reason for site in report] == [None] and not report.enabled
+            assert text in str(report) and 'backend="flce_inductor"' in str(report)
+        for fn in (loss, torch.compile(loss, backend="flce_inductor"), torch.compile(loss, options=on)):
+            report = flce_inductor.explain(fn, *data())
+            assert report.enabled and text not in str(report)
+        with torch._inductor.config.patch(on):
+            assert flce_inductor.explain(compiled, *data()).enabled
+
+
 def test_each_collector_keeps_its_own():
     with collect() as outer:
         with collect() as inner:
