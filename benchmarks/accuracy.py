@@ -49,18 +49,18 @@ def lines(N: int, H: int, V: int, dtype: torch.dtype, device: str, counts: list[
     bias = torch.randn(V, device=device).to(dtype)
     target = torch.randint(V, (N,), device=device)
     target[::9] = -100
-    inputs = [h, weight, bias]
+    inputs, scale = [h, weight, bias], 2.0**16 if dtype == torch.float16 else 1.0
     want = measure.gradients(double, [x.double() for x in inputs], target)
 
     def errors(fn) -> dict[str, float]:
         torch._dynamo.reset()
-        got = measure.gradients(fn, inputs, target)
+        got = measure.gradients(fn, inputs, target, scale=scale)
         return {n: measure.relative(a, b) for n, a, b in zip(NAMES, got, want, strict=True)}
 
     theirs = errors(eager)
 
     def line(provider: str, found: dict, limits: dict, chunks: int | None = None, accum: str | None = None) -> dict:
-        above = [n for n, most in limits.items() if found[n] > most * theirs[n] + ROUNDING]
+        above = [n for n, most in limits.items() if not found[n] <= most * theirs[n] + ROUNDING]
         row = {"provider": provider, "chunks": chunks, "accum": accum}
         row |= {f"{n}_err": float(f"{found[n]:.3e}") for n in NAMES}
         row |= {f"{n}_ratio": round(found[n] / max(theirs[n], 1e-30), 3) for n in NAMES}

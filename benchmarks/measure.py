@@ -177,11 +177,11 @@ def reference(h: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> lis
 
 
 def gradients(fn: Callable[..., Tensor], inputs: list[Tensor], *rest: Any, scale: float | None = None) -> list[Tensor]:
-    """fn's loss and the gradients of its inputs; in float16 as under a GradScaler, whose factor is taken out again."""
+    """fn's loss and the gradients of its inputs; in float16 as under a GradScaler, whose scale is taken out again."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     loss = fn(*leaves, *rest)
     if scale is None:
-        scale = 2.0**16 if inputs[0].dtype == torch.float16 else 1.0
+        scale = 2.0**12 if inputs[0].dtype == torch.float16 else 1.0
     (loss * scale).backward()
     return [loss.detach(), *(x.grad if scale == 1 else x.grad.float() / scale for x in leaves)]
 

@@ -52,17 +52,17 @@ def own(fn: Callable) -> Callable:
     return types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
-def compiled(fn: Callable, backend: str = "inductor", **options: Any) -> Callable:
+def compiled(fn: Callable, backend: str = "inductor", dynamic: bool | None = None, **options: Any) -> Callable:
     """torch.compile of fn's copy."""
-    return torch.compile(own(fn), backend=backend, options=options or None)
+    return torch.compile(own(fn), backend=backend, dynamic=dynamic, options=options or None)
 
 
-def ours(fn: Callable = eager, **keys: Any) -> Callable:
+def ours(fn: Callable = eager, dynamic: bool | None = None, **keys: Any) -> Callable:
     """fn by flce_inductor, however small its head."""
     import flce_inductor  # noqa: F401  the backend, also where the package isn't installed
 
     keys = {"min_logits_bytes": 0, "min_vocab_size": 0, **keys}
-    return compiled(fn, "flce_inductor", **{f"flce_inductor.{key}": value for key, value in keys.items()})
+    return compiled(fn, "flce_inductor", dynamic, **{f"flce_inductor.{key}": value for key, value in keys.items()})
 
 
 def auto_chunker(chunks: int | None = None) -> Loss:
