@@ -10,14 +10,14 @@ other tile configurations.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 
 import torch
-import triton
 
 from flce_inductor import chunking, kernels, runtime
+
+from . import measure
 
 CONFIGS = [
     (128, 256, 64, 8, 3),
@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args(argv)
     device, operand = torch.device("cuda"), torch.bfloat16
-    about = {"date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "triton": triton.__version__}
+    origin = measure.about("cuda", "bfloat16")
     default = kernels._accumulate_config
     for shape in args.shapes.split(","):
         H, V = map(int, shape.split("x"))
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
                         except Exception as error:  # out of registers or shared memory
                             row[str(config)] = type(error).__name__
                     kernels._accumulate_config = default
-                print(json.dumps({**row, **about}), flush=True)
+                print(json.dumps({**row, **origin}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time and memory over the number of rows in a chunk, with the default's and the tuner's choice marked.
 
-    python -m benchmarks.chunk_curve                            # H200: 8 minutes
-    python -m benchmarks.chunk_curve --shapes 8192x4096x128256  # H200: 3 minutes
+    python -m benchmarks.chunk_curve                            # H200: 6 minutes
+    python -m benchmarks.chunk_curve --shapes 8192x4096x128256  # H200: 2 minutes
 
 One JSON line per shape and number of rows, from --least to N, and one for torch.compile, gated and timed as
 benchmarks.flce's. "chosen" says who chose that number of rows. A tuner that chooses another loop than the library's

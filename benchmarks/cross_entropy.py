@@ -1,6 +1,6 @@
 """Time, peak memory and errors of cross entropy over logits that exist: forward and backward.
 
-    python -m benchmarks.cross_entropy                          # H200: 5 minutes
+    python -m benchmarks.cross_entropy                          # H200: 3 minutes
     python -m benchmarks.cross_entropy --shapes 256x5000 --device cpu
 
 One JSON line per shape, form of the loss and provider. Forms: none+mean (losses of rows, averaged by torch), mean, sum,

@@ -1,11 +1,11 @@
 """Time and peak memory of forward + backward of mean cross entropy over a linear head, side by side.
 
     python -m benchmarks.flce --shapes 8192x4096x128256 --providers floor,compile,liger,ours,C=1024
-    python -m benchmarks.flce --preset readme                   # H200: 8 minutes
+    python -m benchmarks.flce --preset readme                   # H200: 7 minutes
     python -m benchmarks.flce --preset writeups                 # H200: 6 minutes
-    python -m benchmarks.flce --preset peers                    # H200: 8 minutes
-    python -m benchmarks.flce --over N --shapes 1024x4096x128256 --most 131072 --repeats 5       # H200: 5 minutes
-    python -m benchmarks.flce --preset cpu --device cpu         # two cores: 5 minutes
+    python -m benchmarks.flce --preset peers                    # H200: 7 minutes
+    python -m benchmarks.flce --over N --shapes 1024x4096x128256 --most 131072 --repeats 5       # H200: 4 minutes
+    python -m benchmarks.flce --preset cpu --device cpu --repeats 5         # one thread: 10 minutes
 
 A shape is NxHxV[:dtype][@provider+provider], the latter beside --providers; benchmarks/peers.py lists the providers.
 --over N doubles N from that of each shape to --most, at its H and V.
@@ -49,7 +49,7 @@ PRESETS = {  # providers, shapes
         _ALL,
         "8192x4096x128256 16384x4096x32000 8192x2304x256000 16384x2048x151936 8192x5376x262144 8192x768x50257",
     ),
-    "cpu": ("floor,compile,native,ours", "4096x256x50000 1024x768x32000 2048x512x128256"),
+    "cpu": ("floor,compile,native,ours", "4096x256x50000:float32 1024x768x32000:float32 1024x512x128256:float32"),
 }
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?(?:@(.+))?")
 
@@ -135,8 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     providers, shapes = PRESETS[args.preset] if args.preset else ("floor,compile,liger,ours", "8192x4096x128256")
     providers, texts = (args.providers or providers).split(","), re.split("[, ]", args.shapes or shapes)
-    dtype = "float32" if args.preset == "cpu" else args.dtype
-    shapes = [parse(text, dtype, providers) for text in texts]
+    shapes = [parse(text, args.dtype, providers) for text in texts]
     if args.over:
         shapes = [s._replace(N=s.N << i) for s in shapes for i in range(64) if s.N << i <= args.most]
     return run(shapes, args.device, args.repeats)

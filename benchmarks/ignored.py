@@ -1,6 +1,6 @@
 """Time and memory over the share of labels that are ignored, with rows that are left out and without.
 
-    python -m benchmarks.ignored                                # H200: 4 minutes
+    python -m benchmarks.ignored                                # H200: 3 minutes
     python -m benchmarks.ignored --shape 2048x256x32000 --dtype float32 --device cpu
 
 One JSON line per share, pattern ("random", or "prefix" of each of 8 sequences as prompts are), and provider, gated and

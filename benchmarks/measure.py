@@ -188,6 +188,7 @@ def gradients(fn: Callable[..., Tensor], inputs: list[Tensor], *rest: Any, scale
 
 def relative(got: Tensor, want: Tensor) -> float:
     """Frobenius norm of the difference over that of what is wanted."""
+    want = want if want.dtype == torch.float64 else want.float()
     return float((got.to(want.dtype) - want).norm() / want.norm())
 
 

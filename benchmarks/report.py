@@ -72,6 +72,9 @@ def same_memory(lines: list[dict]) -> str:
             continue
         fits = [x for x in of.values() if x["provider"].startswith("ours")]
         fits = [x for x in fits if x["peak_plus_mib"] <= 1.3 * of["liger"]["peak_plus_mib"]]
+        if not fits:
+            rows.append([shape, _cell(of["liger"]), "", "none that was measured", ""])
+            continue
         best = min(fits, key=lambda x: x["ms"])
         setting = best["provider"].replace("ours C=auto", "default").replace("ours C=", "chunk_size=")
         setting = re.sub(r" (param|float32)$", r', accum_dtype="\1"', setting)

@@ -160,7 +160,7 @@ def test_train(monkeypatch, capsys, options, lengths, providers):
 
 def test_train_largest(capsys):
     measure.tidy(False)
-    memory = (measure.in_use(False) >> 20) + 60
+    memory = (measure.in_use(False) >> 20) + 40
     sizes = ["--preset", "tiny", "--layers", "1", "--lengths", "512", "--memory", str(memory)]
     assert train.main([*HEAD, *sizes, "--largest", "batch", "--providers", "ours"]) == 0
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
@@ -175,6 +175,43 @@ def test_train_timeline(capsys):
     ms, used = zip(*line["timeline"], strict=True)
     assert list(ms) == sorted(ms) and ms[0] == 0 and len(ms) > 2
     assert min(used) > 50
+
+
+def test_a_timeline_of_the_allocator(monkeypatch):
+    events = [("segment_alloc", 99), ("alloc", 4), ("alloc", 8), ("free_requested", 4), ("free_completed", 4)]
+    events = [{"action": a, "size": n << 20, "time_us": 500.0 * i} for i, (a, n) in enumerate(events)]
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "memory_allocated": 10 << 20,
+        "current_device": 1,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    recorded = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: recorded.append(how["enabled"]))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], events]})
+    found = train.timeline(lambda: recorded.append("step"), True)
+    assert recorded == ["all", "step", None]
+    assert found == [[0, 10], [0.5, 14], [1, 22], [1.5, 22], [2, 18]]
+    assert train.timeline(lambda: None, True, points=2) == [[1, 22], [1.5, 22]]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys):
+    head = ["--device", "cuda", "--repeats", "2"]
+    lines = run(capsys, flce, *head, "--shapes", "256x64x1000", "--providers", "floor,compile,ours")
+    assert all(line["ms"] > 0 and line["idle_ms"] > 0 and line["driver"] for line in lines)
+    assert by_provider(lines)["ours C=auto"]["peak_plus_mib"] > 0
+    lines = run(capsys, cross_entropy, *head, "--shapes", "64x1000", "--forms", "mean", "--providers", "ours,in_place")
+    assert by_provider(lines).keys() == {"ours", "ours in place"}
+    sizes = ["--preset", "tiny", "--layers", "1", "--lengths", "64"]
+    assert run(capsys, train, *head, *sizes, "--providers", "ours")[0]["rewritten"]
+    assert train.main([*head, *sizes, "--providers", "ours", "--timeline"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    used = [mib for _, mib in line["timeline"]]
+    assert max(used) > min(used) >= 0
+    assert train.main([*head, *sizes, "--providers", "ours", "--largest", "batch", "--memory", "100"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["peak_mib"] <= 100
 
 
 def _no_softmax(h, weight, target, bias=None):
@@ -259,14 +296,13 @@ def test_the_order_is_seeded():
     assert all(sorted(each) == list("abcd") for each in rounds) and len(set(rounds)) > 2
 
 
-def test_times_are_those_of_the_step():
-    import time
-
-    naps = iter([0.01, 0.03, 0.02, 0.05, 0.04])
-    trial = measure.Trial(lambda fn, prepared: time.sleep(prepared), lambda fn: {}, lambda: next(naps))
-    found = measure.times({"nap": None}, trial, False, 5)["nap"]
-    for key, ms in (("ms_min", 10), ("ms_p20", 20), ("ms", 30), ("ms_p80", 40)):
-        assert ms <= found[key] < ms + 9, (key, found)
+def test_times_are_those_of_the_step(monkeypatch):
+    steps = []
+    monkeypatch.setattr(measure, "seconds", lambda work, cuda: (work(), steps[-1])[1])
+    prepared = iter([0.01, 0.03, 0.02, 0.05, 0.04])
+    trial = measure.Trial(lambda fn, seconds: steps.append(seconds), lambda fn: {}, lambda: next(prepared))
+    found = measure.times({"any": None}, trial, False, 5)["any"]
+    assert found == {"ms": 30, "ms_min": 10, "ms_p20": 20, "ms_p80": 40, "idle_ms": None}
 
 
 def test_peak_counts_what_is_freed_again():
@@ -297,7 +333,7 @@ def test_by_inductor_in_a_process():
     assert of["ours C=256"]["rows"] == 256 and of["ours C=256"]["gate"]
     logits = 1024 * 8000 * 4 / 2**20
     assert of["eager"]["peak_plus_mib"] > logits > of["ours C=256"]["peak_plus_mib"] > logits / 4
-    assert of["ours C=256"]["first_step_s"] > 100 * of["ours C=256"]["ms"] / 1e3
+    assert of["ours C=256"]["first_step_s"] > 5 * of["ours C=256"]["ms"] / 1e3
 
 
 def test_compile_time_and_accumulation_start_processes_of_their_own(monkeypatch, capsys):
