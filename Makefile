@@ -1,5 +1,6 @@
 # make test    a virtual environment, the test dependencies, ruff and the CPU tests
 # make demo    the same environment, then the demo (minutes; picture and numbers in demo_out/)
+# make report  tables and pictures of README and docs, from the results in benchmarks/results
 # make matrix  the tests on every supported version of PyTorch, an environment each (long, and gigabytes of downloads)
 # make lint    ruff alone
 # make clean   removes the environment and everything built
@@ -26,7 +27,7 @@ export PIP_NO_INPUT := 1
 # Stamps: an environment is brought up to date only when what it was built from has changed.
 TORCH_STAMP := $(VENV)/.stamp-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' _)
 
-.PHONY: help test matrix demo lint clean
+.PHONY: help test report matrix demo lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -66,6 +67,10 @@ matrix:
 	    result=$$(grep -E '(passed|failed|errors?).* in [0-9.]+s' $$log | tr -d = | tail -1); \
 	    echo "| $$version | $${triton:--} | $${result:-no test ran, see $$log} |"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+report: $(VENV)/.stamp-demo
+	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.plots
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python -m flce_inductor.demo $(DEMO_ARGS)

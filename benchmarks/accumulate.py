@@ -1,4 +1,4 @@
-"""dweight += dlogits.T @ h for one chunk: the library's addmm beside the kernel of templates/accumulate.py.jinja.
+"""dweight += dlogits.T @ h for one chunk: the library's addmm beside the kernel of templates/gemm.py.jinja.
 
     python -m benchmarks.accumulate --shapes 4096x128256,4096x32000,768x50257 --chunk-sizes 256,512,1024,2048
 
@@ -10,14 +10,14 @@ other tile configurations.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 
 import torch
-import triton
 
 from flce_inductor import chunking, kernels, runtime
+
+from . import measure
 
 CONFIGS = [
     (128, 256, 64, 8, 3),
@@ -51,9 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args(argv)
     device, operand = torch.device("cuda"), torch.bfloat16
-    about = {"date": datetime.date.today().isoformat(), "card": torch.cuda.get_device_name()}
-    about |= {"torch": torch.__version__, "triton": triton.__version__}
-    default = kernels._accumulate_config
+    origin = measure.about("cuda", "bfloat16")
+    default = kernels._gemm_config
     for shape in args.shapes.split(","):
         H, V = map(int, shape.split("x"))
         for C in map(int, args.chunk_sizes.split(",")):
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
                         runtime.accumulate_(dweight[part], slab[:, part].t(), h, False, path)
 
                 def ours(dweight=dweight, slab=slab, h=h):
-                    kernels.triton_accumulate_(dweight, slab, h, False)
+                    kernels.triton_gemm_(dweight, slab.t(), h, False)
 
                 want = slab[:, :1000].double().t() @ h.double()
                 row = {"H": H, "V": V, "C": C, "into": str(into).removeprefix("torch.")}
@@ -81,13 +80,13 @@ def main(argv: list[str] | None = None) -> None:
                 row["traffic_ms"] = round(2 * dweight.nbytes / chunking.card(device).bandwidth * 1e3, 4)
                 if args.sweep:
                     for config in CONFIGS:
-                        kernels._accumulate_config = lambda *_, config=config: config
+                        kernels._gemm_config = lambda *_, config=config: config
                         try:
                             row[str(config)] = round(milliseconds(ours), 4)
                         except Exception as error:  # out of registers or shared memory
                             row[str(config)] = type(error).__name__
-                    kernels._accumulate_config = default
-                print(json.dumps({**row, **about}), flush=True)
+                    kernels._gemm_config = default
+                print(json.dumps({**row, **origin}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time until the first gradient of the mean loss, cold and from Inductor's caches, beside torch.compile.
 
-    python -m benchmarks.compile_time --shape 8192x4096x128256 --rounds 3
+    python -m benchmarks.compile_time --rounds 1 --warm 2       # H200: 3 minutes
+    python -m benchmarks.compile_time --rounds 1 --warm 2 --shape 1024x64x4000 --dtype float32 --device cpu
 
 Each measurement is a process of its own: first with an empty cache directory ("cold"), then with what that left
 ("warm"). seconds: from the call of torch.compile to the end of the first backward, and, as import_seconds, what
@@ -10,7 +11,6 @@ importing flce_inductor takes after torch. Providers take turns. One JSON line p
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -21,20 +21,7 @@ import time
 
 import torch
 
-from .peers import eager
-
-PROVIDERS = {
-    "compile": {"backend": "inductor"},
-    "ours": {"backend": "flce_inductor"},
-    "ours tuned": {"backend": "flce_inductor", "options": {"flce_inductor.autotune": True}},
-}
-
-
-def options(provider: str) -> dict:
-    """Arguments of torch.compile for one of PROVIDERS, or for "ours C=<rows>"."""
-    if provider.startswith("ours C="):
-        return {"backend": "flce_inductor", "options": {"flce_inductor.chunk_size": int(provider.partition("=")[2])}}
-    return PROVIDERS[provider]
+from . import peers
 
 
 def worker(provider: str, shape: str, dtype: str, device: str) -> dict[str, float]:
@@ -50,7 +37,7 @@ def worker(provider: str, shape: str, dtype: str, device: str) -> dict[str, floa
         import flce_inductor  # noqa: F401
     imported = time.perf_counter() - start
     start = time.perf_counter()
-    torch.compile(eager, **options(provider))(h, weight, target).backward()
+    peers.make(provider)[1](h, weight, target).backward()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
@@ -58,17 +45,17 @@ def worker(provider: str, shape: str, dtype: str, device: str) -> dict[str, floa
     return {"seconds": seconds, "import_seconds": imported, "hits": hits}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure; exit status 1 when a warm process doesn't hit the cache or a cold one does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from . import measure  # not above: the worker imports no more than it measures
+
+    parser = measure.parser(__doc__)
     parser.add_argument("--shape", default="8192x4096x128256", help="NxHxV")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--providers", default="compile,ours,ours tuned", help='also "ours C=128"')
+    parser.add_argument("--providers", default="compile,ours,tuned", help="of benchmarks/peers.py")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm", type=int, default=3, help="warm processes in a round")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.worker:
         print(json.dumps(worker(args.worker, args.shape, args.dtype, args.device)))
         return 0
@@ -82,16 +69,14 @@ def main() -> int:
                     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
                     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
                     results.setdefault((provider, state), []).append(json.loads(done.stdout.splitlines()[-1]))
-    right = True
+    lines = []
     for (provider, state), rows in results.items():
-        right &= all((row["hits"] > 0) == (state == "warm") for row in rows)
-        line = {"provider": provider, "state": state, "shape": args.shape, "dtype": args.dtype, "device": args.device}
+        line = {"provider": provider, "state": state, "shape": args.shape}
         for key in ("seconds", "import_seconds"):
             line[key] = round(statistics.median(row[key] for row in rows), 3)
         line |= {"seconds_min": round(min(row["seconds"] for row in rows), 3), "processes": len(rows)}
-        line |= {"torch": torch.__version__, "date": datetime.date.today().isoformat()}
-        print(json.dumps(line), flush=True)
-    return int(not right)
+        lines.append({**line, "gate": all((row["hits"] > 0) == (state == "warm") for row in rows)})
+    return int(measure.emit(lines, measure.about(args.device, args.dtype)))
 
 
 if __name__ == "__main__":

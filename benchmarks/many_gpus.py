@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import statistics
 import sys
@@ -34,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flce_inductor
 from flce_inductor.explain import collect
+
+from . import measure
 
 
 class Head(nn.Module):
@@ -180,16 +181,10 @@ class Clock:
 
     def peak_plus(self, work: Callable[[], Any]) -> float | None:
         """MiB that were allocated at most, above what was before."""
-        if not self.cuda:
-            work()
-            return None
-        self.synchronize()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        if self.cuda:
+            return measure.peak(work, self.cuda)["peak_plus_mib"]
         work()
-        self.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return None
 
     def largest(self, x: float | None) -> float | None:
         """The largest of any rank's numbers."""
@@ -200,22 +195,10 @@ class Clock:
         return number.item()
 
 
-def reference(h: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> list[Tensor]:
-    """Loss, dh and dweight of the mean loss in float32 eager, some rows at a time."""
-    w = weight.float().requires_grad_()
-    total, dh = 0.0, []
-    for x, t in zip(h.detach().split(rows), target.split(rows), strict=True):
-        x = x.float().requires_grad_()
-        loss = F.cross_entropy(F.linear(x, w), t, reduction="sum") / len(target)
-        loss.backward()
-        total, dh = total + loss.detach(), [*dh, x.grad]
-    return [total, torch.cat(dh), w.grad]
-
-
-def measure(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, tolerance: float) -> list[dict]:
+def lines(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, tolerance: float) -> list[dict]:
     """A row per provider of a mode."""
     clock = Clock(h.device)
-    expected = reference(h, weight, target)
+    expected = measure.reference(h, weight, target)
     if mode in ("ddp", "fsdp"):
         dist.all_reduce(expected[2])
         expected[2] /= dist.get_world_size()
@@ -232,9 +215,9 @@ def measure(mode: str, h: Tensor, weight: Tensor, target: Tensor, repeats: int, 
                     return provider.step(h, target)
 
                 loss = step()
-            grads = [loss.detach().float(), h.grad.float(), provider.dweight().float()]
+            grads = [loss.detach(), h.grad, provider.dweight()]
             wanted = [*expected[:2], expected[2][provider.rows]]
-            errors = [clock.largest(float((a - e).norm() / e.norm())) for a, e in zip(grads, wanted, strict=True)]
+            errors = [clock.largest(measure.relative(a, e)) for a, e in zip(grads, wanted, strict=True)]
             del grads, loss
             rewritten = [site.reason is None for site in sites]
             for site in filter(lambda site: site.reason, sites):
@@ -308,13 +291,10 @@ def main(argv: list[str] | None = None) -> int:
         "N": N,
         "H": H,
         "V": V,
-        "dtype": args.dtype,
-        "date": datetime.date.today().isoformat(),
-        "card": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
+        **measure.about(device.type, args.dtype),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
     }
-    tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}[dtype]
+    tolerance = measure.TOLERANCE[dtype]
     failed = False
     for mode in args.modes.split(","):
         torch.manual_seed(0)
@@ -324,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         h = torch.randn(N, H, device=device).to(dtype).requires_grad_()
         target = torch.randint(V, (N,), device=device)
         try:
-            rows = (links if mode == "links" else lambda *a, mode=mode: measure(mode, *a))(
+            rows = (links if mode == "links" else lambda *a, mode=mode: lines(mode, *a))(
                 h, weight, target, args.repeats, tolerance
             )
         except Exception:  # the other modes can still be measured
@@ -333,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             failed |= not row.get("gate", False)
             if dist.get_rank() == 0:
-                print(json.dumps({"mode": mode, **row, **about}), flush=True)
+                measure.emit([{"mode": mode, **row}], about)
         del h, weight, target
         if cuda:
             torch.cuda.empty_cache()

@@ -3,7 +3,8 @@
     python -m benchmarks.report            # rewrite what is between the markers
     python -m benchmarks.report --check    # exit status 1 if that would change anything
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is one of TABLES.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is one of TABLES. Of each kind of results the
+newest file is read; a table whose results aren't there is named as missing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 
 
-def read(name: str) -> list[dict]:
+def newest(kind: str, card: str = "h200") -> Path | None:
+    """The last of the files `date-card-kind.jsonl`."""
+    return max(RESULTS.glob(f"????-??-??-{card}-{kind}.jsonl"), default=None)
+
+
+def read(path: Path) -> list[dict]:
     """The lines of a file of results."""
-    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / name).read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _cell(line: dict | None) -> str:
-    return f"{line['ms']:.1f} ms, {line['peak_plus_mib']:.0f} MiB" if line else ""
+    if line is None or "ms" in line:
+        return f"{line['ms']:.1f} ms, {line['peak_plus_mib']:.0f} MiB" if line else ""
+    return "out of memory" if "out_of_memory" in line else "failed" if "failed" in line else ""
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -36,15 +46,17 @@ def _by_shape(lines: list[dict]) -> dict[str, dict[str, dict]]:
     """ "N x H x V" (and the dtype, where it isn't bfloat16) to the lines of its providers."""
     shapes: dict[str, dict[str, dict]] = {}
     for line in lines:
+        if "ms" not in line:
+            continue
         dtype = "" if line["dtype"] == "bfloat16" else f", {line['dtype']}"
         shapes.setdefault("{N} x {H} x {V}".format(**line) + dtype, {})[line["provider"].split(" 0.")[0]] = line
     return dict(sorted(shapes.items(), key=lambda item: (item[0].count(","), -item[1]["compile"]["peak_plus_mib"])))
 
 
-def shapes(name: str) -> str:
+def shapes(lines: list[dict]) -> str:
     """The default beside torch.compile and liger-kernel."""
     rows = []
-    for shape, of in _by_shape(read(name)).items():
+    for shape, of in _by_shape(lines).items():
         ours, compiled = of["ours C=auto"], of["compile"]
         ratios = [ours[key] / compiled[key] for key in ("ms", "idle_ms", "peak_plus_mib")]
         rows.append([shape, _cell(compiled), _cell(of.get("liger")), _cell(ours), *(f"{r:.2f}" for r in ratios)])
@@ -52,14 +64,17 @@ def shapes(name: str) -> str:
     return _table([*header, "time / torch.compile's", "from an idle device", "memory / torch.compile's"], rows)
 
 
-def same_memory(name: str) -> str:
+def same_memory(lines: list[dict]) -> str:
     """The fastest setting that takes at most 1.3 times liger-kernel's memory."""
     rows = []
-    for shape, of in _by_shape(read(name)).items():
+    for shape, of in _by_shape(lines).items():
         if "liger" not in of:
             continue
         fits = [x for x in of.values() if x["provider"].startswith("ours")]
         fits = [x for x in fits if x["peak_plus_mib"] <= 1.3 * of["liger"]["peak_plus_mib"]]
+        if not fits:
+            rows.append([shape, _cell(of["liger"]), "", "none that was measured", ""])
+            continue
         best = min(fits, key=lambda x: x["ms"])
         setting = best["provider"].replace("ours C=auto", "default").replace("ours C=", "chunk_size=")
         setting = re.sub(r" (param|float32)$", r', accum_dtype="\1"', setting)
@@ -68,10 +83,10 @@ def same_memory(name: str) -> str:
     return _table(["N x H x V", "liger-kernel", "flce_inductor", "setting", "times faster"], rows)
 
 
-def low_memory(name: str) -> str:
+def low_memory(lines: list[dict]) -> str:
     """max_slab_bytes beside torch.compile."""
     rows, compiled = [], None
-    for line in read(name):
+    for line in lines:
         if line["provider"] == "compile":
             compiled = line
             continue
@@ -81,17 +96,98 @@ def low_memory(name: str) -> str:
     return _table(["N x H x V", "max_slab_bytes", "torch.compile", "flce_inductor", "time / torch.compile's"], rows)
 
 
-TABLES = {
-    "shapes": lambda: shapes("2026-11-30-h200-shapes.jsonl"),
-    "same memory": lambda: same_memory("2026-11-30-h200-shapes.jsonl"),
-    "low memory": lambda: low_memory("2026-11-30-h200-low-memory.jsonl"),
+def _pivot(lines: list[dict], first: str, row: Callable[[dict], str], columns: dict[str, str], cell=_cell) -> str:
+    """A row per value of row, a column per provider that has a line."""
+    rows: dict[str, dict[str, dict]] = {}
+    for line in lines:
+        rows.setdefault(row(line), {})[line["provider"]] = line
+    present = [name for name in columns if any("missing" not in of.get(name, {"missing": 1}) for of in rows.values())]
+    cells = [[at, *(cell(of.get(name)) for name in present)] for at, of in rows.items()]
+    return _table([first, *(columns[name] for name in present)], cells)
+
+
+_COLUMNS = {
+    "floor": "three products",
+    "eager": "eager",
+    "compile": "torch.compile",
+    "auto_chunker": "auto_chunker",
+    "auto_chunker forced 8": "auto_chunker, 8 chunks",
+    "native": "F.linear_cross_entropy",
+    "liger": "liger-kernel",
+    "cce": "cut-cross-entropy",
+    "quack": "quack",
+    "ours": "flce_inductor",
+    "ours in place": "flce_inductor, in place",
+    "ours C=auto": "flce_inductor",
+    "ours tuned": "tuned",
+    "ours C=256": "256 rows",
+    "ours C=1024": "1024 rows",
 }
+
+
+def providers(lines: list[dict]) -> str:
+    """Everything that was measured, a shape a row."""
+    return _pivot(lines, "N x H x V", lambda x: "{N} x {H} x {V}, {dtype}".format(**x), _COLUMNS)
+
+
+def cross_entropy(lines: list[dict]) -> str:
+    """Logits that exist."""
+    return _pivot(lines, "N x V, loss", lambda x: "{N} x {V}, {form}".format(**x), _COLUMNS)
+
+
+def train(lines: list[dict]) -> str:
+    """Whole steps."""
+
+    def cell(line: dict | None) -> str:
+        if line and "tokens_per_s" in line:
+            return f"{line['tokens_per_s']:.0f} tokens/s, {line['peak_mib'] / 1024:.1f} GiB"
+        return _cell(line)
+
+    return _pivot(lines, "model, tokens", lambda x: "{preset}, {batch} x {length}".format(**x), _COLUMNS, cell)
+
+
+def largest(lines: list[dict]) -> str:
+    """What fits."""
+
+    def cell(line: dict | None) -> str:
+        return f"{line['batch']} x {line['length']} tokens" if line else ""
+
+    return _pivot(lines, "model", lambda x: "{preset}, {layers} layers".format(**x), _COLUMNS, cell)
+
+
+TABLES = {  # a kind of results, of a card, and what makes the table
+    "shapes": ("shapes", "h200", shapes),
+    "same memory": ("shapes", "h200", same_memory),
+    "low memory": ("low-memory", "h200", low_memory),
+    "write-ups": ("writeups", "h200", providers),
+    "peers": ("peers", "h200", providers),
+    "over N": ("over-n", "h200", providers),
+    "unaligned": ("unaligned", "h200", providers),
+    "cross entropy": ("cross-entropy", "h200", cross_entropy),
+    "train": ("train", "h200", train),
+    "largest": ("largest", "h200", largest),
+    "cpu": ("shapes", "cpu", providers),
+}
+
+
+def table(name: str) -> str | None:
+    """None where there are no results yet."""
+    kind, card, make = TABLES[name]
+    source = newest(kind, card)
+    return None if source is None else make(read(source))
+
+
 _PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(text: str) -> str:
-    """The text with its tables as the results say."""
-    return _PLACE.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+    """The text with its tables as the results say; those without results as they were."""
+
+    def place(match: re.Match) -> str:
+        made = table(match[2])
+        return match[0] if made is None else f"{match[1]}{made}\n{match[3]}"
+
+    return _PLACE.sub(place, text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,6 +204,9 @@ def main(argv: list[str] | None = None) -> int:
             stale.append(name)
             if not args.check:
                 path.write_text(after)
+    for name, (kind, card, _) in TABLES.items():
+        if newest(kind, card) is None:
+            print(f"table {name}: missing, there is no benchmarks/results/*-{card}-{kind}.jsonl")
     print("changed: " + ", ".join(stale) if stale else "up to date")
     return int(args.check and bool(stale))
 

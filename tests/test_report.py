@@ -1,14 +1,20 @@
-"""README's and the docs' tables are what the committed results say."""
+"""README's and the docs' tables are what the committed results say, and the pictures are drawn from them."""
+
+import json
 
 import pytest
 
 from benchmarks import report
 
+WITH_RESULTS = [name for name, (kind, card, _) in report.TABLES.items() if report.newest(kind, card)]
+
 
 def test_tables_equal_the_results():
     assert report.main(["--check"]) == 0
-    texts = [(report.ROOT / name).read_text() for name in report.DOCUMENTS]
-    assert sum(text.count("<!-- table: ") for text in texts) >= len(report.TABLES)
+    texts = "".join((report.ROOT / name).read_text() for name in report.DOCUMENTS)
+    for name in ("shapes", "same memory", "low memory"):
+        assert f"<!-- table: {name} -->" in texts
+        assert name in WITH_RESULTS
 
 
 def test_another_number_is_noticed():
@@ -21,9 +27,105 @@ def test_another_number_is_noticed():
     assert report.written(wrong) == text != wrong
 
 
-@pytest.mark.parametrize("name", report.TABLES)
+@pytest.mark.parametrize("name", WITH_RESULTS)
 def test_every_measurement_passed_its_gate(name):
-    table = report.TABLES[name]()
-    assert table.count("\n") >= 2
-    for file in report.ROOT.glob("benchmarks/results/2026-11-30-h200-*.jsonl"):
-        assert all(line["gate"] for line in report.read(file.name))
+    kind, card, _ = report.TABLES[name]
+    assert report.table(name).count("\n") >= 2
+    lines = report.read(report.newest(kind, card))
+    assert all(line.get("gate", True) for line in lines)
+    assert any("ms" in line for line in lines)
+
+
+def test_the_newest_results_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.newest("shapes") is None
+    assert report.written("<!-- table: shapes -->\nkept\n<!-- end -->") == "<!-- table: shapes -->\nkept\n<!-- end -->"
+    for date in ("2026-11-30", "2027-01-02", "2026-12-31"):
+        (tmp_path / f"{date}-h200-shapes.jsonl").touch()
+    (tmp_path / "2027-02-01-h200-other-shapes.jsonl").touch()
+    (tmp_path / "2027-02-01-cpu-shapes.jsonl").touch()
+    assert report.newest("shapes").name == "2027-01-02-h200-shapes.jsonl"
+
+
+def _write(folder, card: str, kind: str, *lines: dict) -> None:
+    (folder / f"2026-12-01-{card}-{kind}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_tables_say_what_failed_and_leave_out_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    shape = {"N": 8, "H": 2, "V": 4, "dtype": "bfloat16"}
+    _write(
+        tmp_path,
+        "h200",
+        "peers",
+        {"provider": "eager", **shape, "out_of_memory": True},
+        {"provider": "quack", **shape, "missing": "no"},
+        {"provider": "cce", **shape, "failed": "RuntimeError"},
+        {"provider": "ours C=auto", **shape, "ms": 1.25, "peak_plus_mib": 3.0},
+    )
+    assert report.table("peers").splitlines() == [
+        "| N x H x V | eager | cut-cross-entropy | flce_inductor |",
+        "| --- | --- | --- | --- |",
+        "| 8 x 2 x 4, bfloat16 | out of memory | failed | 1.2 ms, 3 MiB |",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["shapes", "accuracy"])
+def test_pictures_are_drawn_from_committed_results(kind, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    name = {"shapes": "pareto"}.get(kind, kind)
+    lines = report.read(report.newest(kind))
+    svg, png = plots.draw(name, lines, tmp_path)
+    assert png.stat().st_size > 5000
+    again, _ = plots.draw(name, lines, tmp_path / "again")
+    assert again.read_bytes() == svg.read_bytes()
+    for line in lines:
+        for key in {"ms", "dweight_ratio"} & line.keys():
+            line[key] *= 1.5
+    changed, _ = plots.draw(name, lines, tmp_path / "changed")
+    assert changed.read_bytes() != svg.read_bytes()
+
+
+def _curve(**x) -> list[dict]:
+    line = {"N": 4096, "H": 64, "V": 1000, "dtype": "bfloat16", "peak_plus_mib": 100.0, "ms": 2.0}
+    return [{**line, **x, "provider": provider} for provider in ("floor", "compile", "ours dense", "ours C=auto")]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("over-n", [*_curve(N=1024), *_curve(N=2048, ms=4.0)]),
+        ("alignment", [*_curve(V=1000), *_curve(V=1001, ms=7.0)]),
+        ("ignored", [*_curve(pattern="random", ignored=0.0), *_curve(pattern="prefix", ignored=0.5)]),
+        ("chunk-curve", [*_curve(), *_curve(rows=128, slab_mib=1.0, chosen=["default", "tuner"])]),
+        (
+            "timeline",
+            [
+                {
+                    "provider": "ours C=auto",
+                    "preset": "tiny",
+                    "batch": 1,
+                    "length": 8,
+                    "timeline": [[0.0, 1.0], [2.0, 5.0]],
+                }
+            ],
+        ),
+    ],
+)
+def test_other_pictures_can_be_drawn(name, lines, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    assert all(path.stat().st_size > 3000 for path in plots.draw(name, lines, tmp_path))
+
+
+def test_a_picture_without_results_is_named_as_missing(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert plots.main(["over-n", "--folder", str(tmp_path)]) == 0
+    assert "over-n: missing" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
