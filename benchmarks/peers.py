@@ -13,6 +13,8 @@ h [N, H], weight [V, H], target [N] int64 with -100 for rows that don't count, b
     C=1024            with chunk_size; C=1024:param also with accum_dtype
     slab=64           with max_slab_bytes, in MiB
     dense             with skip_ignored off
+    graphs            with skip_ignored=True under CUDA graphs, where the count of rows stays on the device
+    dense-graphs      with skip_ignored off under CUDA graphs
     floor             the three matrix products alone, all rows at once, over V rounded down to a multiple of 8: no loss
 """
 
@@ -57,12 +59,13 @@ def compiled(fn: Callable, backend: str = "inductor", dynamic: bool | None = Non
     return torch.compile(own(fn), backend=backend, dynamic=dynamic, options=options or None)
 
 
-def ours(fn: Callable = eager, dynamic: bool | None = None, **keys: Any) -> Callable:
-    """fn by flce_inductor, however small its head."""
+def ours(fn: Callable = eager, dynamic: bool | None = None, graphs: bool = False, **keys: Any) -> Callable:
+    """fn by flce_inductor, however small its head; graphs: in CUDA graphs."""
     import flce_inductor  # noqa: F401  the backend, also where the package isn't installed
 
     keys = {"min_logits_bytes": 0, "min_vocab_size": 0, **keys}
-    return compiled(fn, "flce_inductor", dynamic, **{f"flce_inductor.{key}": value for key, value in keys.items()})
+    options = {f"flce_inductor.{key}": value for key, value in keys.items()}
+    return compiled(fn, "flce_inductor", dynamic, **options, **({"triton.cudagraphs": True} if graphs else {}))
 
 
 def auto_chunker(chunks: int | None = None) -> Loss:
@@ -158,6 +161,9 @@ def make(spec: str, dtype: torch.dtype = torch.bfloat16) -> tuple[str, Loss]:
             return "ours tuned", ours(autotune=True)
         if spec == "dense":
             return "ours dense", ours(skip_ignored=False)
+        if spec in ("graphs", "dense-graphs"):
+            _gpu("a CUDA graph")
+            return f"ours {spec}", ours(graphs=True, skip_ignored=spec == "graphs")
         if spec in _PEERS:
             return spec, _PEERS[spec]()
     except ImportError as error:
