@@ -135,6 +135,23 @@ def cross_entropy(lines: list[dict]) -> str:
     return _pivot(lines, "N x V, loss", lambda x: "{N} x {V}, {form}".format(**x), _COLUMNS)
 
 
+def ignored(lines: list[dict]) -> str:
+    """Time over the share of labels that are ignored."""
+    columns = {**_COLUMNS, "ours dense": "all rows", "ours dense-graphs": "all rows, CUDA graphs"}
+    columns["ours graphs"] = "flce_inductor, CUDA graphs"
+
+    def at(line: dict) -> str:
+        return "{:.0%}, {}".format(line["ignored"], line["pattern"]) if "ignored" in line else ""
+
+    def cell(line: dict | None) -> str:
+        if line is None or "ms" not in line:
+            return _cell(line)
+        share = f" ({line['ms'] / line['expected_ms']:.2f})" if line["provider"] == "ours C=auto" else ""
+        return f"{line['ms']:.1f} ms{share}"
+
+    return _pivot([line for line in lines if "missing" not in line], "ignored", at, columns, cell)
+
+
 def train(lines: list[dict]) -> str:
     """Whole steps."""
 
@@ -164,6 +181,8 @@ TABLES = {  # a kind of results, of a card, and what makes the table
     "over N": ("over-n", "h200", providers),
     "unaligned": ("unaligned", "h200", providers),
     "cross entropy": ("cross-entropy", "h200", cross_entropy),
+    "ignored": ("ignored", "h200", ignored),
+    "ignored on a CPU": ("ignored", "cpu", ignored),
     "train": ("train", "h200", train),
     "largest": ("largest", "h200", largest),
     "cpu": ("shapes", "cpu", providers),
@@ -177,7 +196,7 @@ def table(name: str) -> str | None:
     return None if source is None else make(read(source))
 
 
-_PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- table: ([\w -]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(text: str) -> str:

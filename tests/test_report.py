@@ -70,6 +70,28 @@ def test_tables_say_what_failed_and_leave_out_what_is_missing(tmp_path, monkeypa
     ]
 
 
+def test_ignored_rows_beside_what_they_should_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    lines = [
+        {"provider": provider, "pattern": "random", "ignored": 0.5, "ms": ms, "expected_ms": 8.0}
+        for provider, ms in (("ours dense", 16.0), ("ours C=auto", 10.0))
+    ]
+    _write(tmp_path, "h200", "ignored", {"provider": "cce", "missing": "no"}, *lines)
+    assert report.table("ignored").splitlines() == [
+        "| ignored | flce_inductor | all rows |",
+        "| --- | --- | --- |",
+        "| 50%, random | 10.0 ms (1.25) | 16.0 ms |",
+    ]
+
+
+@pytest.mark.parametrize("name", report.TABLES)
+def test_every_table_has_a_place(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(report.TABLES, name, ("kind", "h200", lambda lines: "made"))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "2027-01-02-h200-kind.jsonl").touch()
+    assert report.written(f"<!-- table: {name} -->\n<!-- end -->") == f"<!-- table: {name} -->\nmade\n<!-- end -->"
+
+
 @pytest.mark.parametrize("kind", ["shapes", "accuracy"])
 def test_pictures_are_drawn_from_committed_results(kind, tmp_path):
     pytest.importorskip("matplotlib")
