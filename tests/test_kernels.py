@@ -724,7 +724,7 @@ needs_triton = pytest.mark.skipif(_version("triton") is None, reason="triton is 
 def test_the_triton_kernel_under_the_interpreter():
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        + [f"{__file__}::{name}" for name in ("TestRows", "TestScaleAndAccumulate")],
+        + [f"{__file__}::{name}" for name in (TestRows.__name__, TestScaleAndProducts.__name__)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
