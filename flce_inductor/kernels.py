@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import subprocess
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,15 +151,9 @@ def rows_(
     options = dict(stats=stats, grad=grad, scale=scale, class_weight=class_weight, epilogue=epilogue, out=out)
     if slab.device.type in TRITON_DEVICES:
         key = _key(slab, statistics, cotangents, **options, padded=padded, counted=count is not None)
-        if (slab.device, key) not in _unbuildable:
-            try:
-                return _launch_rows(key, slab, target, statistics, cotangents, ignore_index, count, start, **options)
-            except Exception as error:
-                # A kernel that was not built has not run: the slab still holds logits.
-                if not _is_build_error(error):
-                    raise
-                _unbuildable.add((slab.device, key))
-                warnings.warn(_fallback_message(slab.device, error), RuntimeWarning, stacklevel=2)
+        args = (key, slab, target, statistics, cotangents, ignore_index, count, start)
+        if _launched("rows", (slab.device, key), slab.device, lambda: _launch_rows(*args, **options)):
+            return
     torch_rows_(slab, target, statistics, cotangents, ignore_index, **options)
 
 
@@ -405,7 +400,23 @@ def _is_build_error(error: Exception) -> bool:
     return any(base.__module__ == "triton.errors" for base in type(error).__mro__)
 
 
-def _fallback_message(device: torch.device, error: Exception, kernel: str = "rows") -> str:
+def _launched(kernel: str, variant: tuple | str, device: torch.device, launch: Callable[[], None]) -> bool:
+    """Whether launch ran. A variant that can't be built warns once and isn't tried again; what was not built has not
+    run, so its operands are as they were."""
+    if variant in _unbuildable:
+        return False
+    try:
+        launch()
+    except Exception as error:
+        if not _is_build_error(error):
+            raise
+        _unbuildable.add(variant)
+        warnings.warn(_fallback_message(device, error, kernel), RuntimeWarning, stacklevel=3)
+        return False
+    return True
+
+
+def _fallback_message(device: torch.device, error: Exception, kernel: str) -> str:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -432,16 +443,8 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
     No host synchronisation on a GPU.
     """
-    if x.device.type not in TRITON_DEVICES or "scale" in _unbuildable:
-        torch_scale_(x, factor)
-        return
-    try:
-        triton_scale_(x, factor)
-    except Exception as error:
-        if not _is_build_error(error):
-            raise
-        _unbuildable.add("scale")
-        warnings.warn(_fallback_message(x.device, error, "scale"), RuntimeWarning, stacklevel=2)
+    triton = x.device.type in TRITON_DEVICES
+    if not triton or not _launched("scale", "scale", x.device, lambda: triton_scale_(x, factor)):
         torch_scale_(x, factor)
 
 
@@ -484,18 +487,10 @@ SCRATCH_BYTES = 16 << 20  # what may be allocated at a time beside slab and grad
 
 def gemm_(into: Tensor, a: Tensor, b: Tensor, first: bool, **options) -> bool:
     """triton_gemm_, and whether it ran: where Triton, or 16-bit operands for tensor cores, aren't there it doesn't."""
-    name = ("gemm", a.dtype, options.get("over", ""))
-    if not can_gemm(a.device.type, a.dtype) or name in _unbuildable:
+    if not can_gemm(a.device.type, a.dtype):
         return False
-    try:
-        triton_gemm_(into, a, b, first, **options)
-    except Exception as error:
-        if not _is_build_error(error):
-            raise
-        _unbuildable.add(name)
-        warnings.warn(_fallback_message(a.device, error, "gemm"), RuntimeWarning, stacklevel=2)
-        return False
-    return True
+    variant = ("gemm", a.dtype, options.get("over", ""))
+    return _launched("gemm", variant, a.device, lambda: triton_gemm_(into, a, b, first, **options))
 
 
 def can_gemm(device_type: str, operand: torch.dtype) -> bool:
