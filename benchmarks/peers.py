@@ -113,11 +113,11 @@ def liger_over_logits(weight: Tensor | None, reduction: str) -> Loss:
 
 
 def cce() -> Loss:
-    """Apple's cut cross entropy."""
+    """Apple's cut cross entropy, which has no bias."""
     _gpu("cut-cross-entropy")
     from cut_cross_entropy import linear_cross_entropy
 
-    return lambda h, weight, target, bias=None: linear_cross_entropy(h, weight, target, bias=bias)
+    return lambda h, weight, target: linear_cross_entropy(h, weight, target)
 
 
 def quack() -> Loss:

@@ -25,6 +25,7 @@ from . import _compat
 
 SHARE = 0.06  # of the time may go to reading and writing dweight
 SLAB_FRACTION = 128  # the slab takes at most memory / this
+HOST = 5e-4  # s that the host takes to launch a chunk's work, on slow hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,19 @@ def statistics_first(rows: int, dtype: torch.dtype, device: torch.device) -> boo
     A statistics pass and then the vocabulary-major order cost 8 NVH, the loop over rows 6 NVH and its share.
     """
     return 6 * (1 + share(rows, dtype, card(device))) > 8
+
+
+def delay(head: float, before: float, rows: int, N: int, dtype: torch.dtype, facts: Card) -> float:
+    """How much longer a head takes, relative to its time, if the host waits for the start of the graph before it goes on.
+
+    head, before: flops of the head's products and of those that the graph computes before it. While the device works on
+    the latter the host catches up; what it launches after that comes HOST later, and each further chunk, too, if the
+    device does a chunk faster.
+    """
+    flops = facts.flops16 if dtype.itemsize == 2 else facts.flops32
+    chunks = max(1, math.ceil(N / rows))
+    late = HOST + (chunks - 1) * max(0.0, HOST - head / flops / chunks) - before / flops
+    return max(0.0, late) / max(head / flops, 1e-9)
 
 
 def candidates(

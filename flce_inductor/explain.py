@@ -115,6 +115,10 @@ class Reason(enum.Enum):
         "how many labels count isn't known before the model has run",
         "pass labels into the compiled function, or set flce_inductor.skip_ignored=True, which waits for the device",
     )
+    LATE_LAUNCHES = (
+        "the host would wait for how many labels count, while the device has too little to do before the head",
+        "compile the model and its loss as one graph, or set flce_inductor.skip_ignored=True if many labels are ignored",
+    )
     CUDA_GRAPHS = (
         "a CUDA graph runs the same launches whatever the labels are",
         "if most labels are ignored, compile without CUDA graphs, or set flce_inductor.skip_ignored=True: 16-bit heads "

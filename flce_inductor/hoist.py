@@ -16,6 +16,7 @@ What can't be proved stays as it is: row_stats_backward is right for every cotan
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -87,6 +88,8 @@ _IN_ORDER = _MOVES.difference([prims.convert_element_type.default]).union(
 )
 # The gradients of such selections, which overwrite all of their first argument:
 _OVERWRITE = {aten.select_scatter.default, aten.slice_scatter.default}
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_TOLERABLE_DELAY = 0.01  # of a head's time, when no label is ignored, for not computing those that are
 
 
 class _Recompute(Exception):
@@ -700,6 +703,8 @@ def _counted(graph: Graph, new: _Writer, members: list[_Site], target: Node) -> 
         reason = None if on_device else Reason.CUDA_GRAPHS
     elif cuda and setting == "auto" and early is None:
         reason = Reason.LATE_COUNT
+    elif cuda and setting == "auto" and _delay(graph, members) > _TOLERABLE_DELAY:
+        reason = Reason.LATE_LAUNCHES
     for member in members:
         record_skip(member.stats, reason)
     if reason is not None:
@@ -714,6 +719,21 @@ def _counted(graph: Graph, new: _Writer, members: list[_Site], target: Node) -> 
         else:
             at.prepend(node)
     return counted
+
+
+def _delay(graph: Graph, members: list[_Site]) -> float:
+    """chunking.delay of the members' head, at the sizes that the graph was traced with."""
+    before, first = 0, members[0].stats
+    for node in graph.nodes:
+        if node is first:
+            break
+        if node.target in _PRODUCTS:
+            sizes = node.meta["val"].numel(), node.args[-1].meta["val"].shape[-2]
+            before += 2 * math.prod(_compat.size_hint(size) or 0 for size in sizes)
+    h, weight = (node.meta["val"] for node in first.args[:2])
+    N = sum(_compat.size_hint(member.rows) or 0 for member in members)
+    head = 6 * N * math.prod(map(_compat.size_hint, weight.shape))
+    return chunking.delay(head, before, first.args[6], N, h.dtype, chunking.card(h.device))
 
 
 def _reads_nll_alone(site: _Site) -> bool:

@@ -218,9 +218,14 @@ class _Problem(NamedTuple):
         plans = [runtime.Plan(False, a) for a in accumulate] + [runtime.Plan(True)]
         return [Candidate(size, plan) for size in sizes for plan in plans]
 
+    def timed_rows(self) -> int:
+        """Rows over which a loop is timed, if it has so many: a site of many more is extrapolated."""
+        return 4 * chunking.default_rows(self.V, self.dtype, chunking.card(self.device))
+
     def bytes(self, candidate: Candidate) -> int:
         """What timing a candidate allocates: weight, dweight, up to all of h and dh, the slab."""
-        rows = self.N if candidate.plan.vocabulary_major else min(self.N, 2 * candidate.chunk_size)
+        some = max(self.timed_rows(), 2 * candidate.chunk_size)
+        rows = self.N if candidate.plan.vocabulary_major else min(self.N, some)
         weights = self.V * self.H * (self.dtype.itemsize + self.weight_dtype.itemsize + 4)
         slab = runtime.slab_size(self.N, self.V, candidate.chunk_size, False) * self.dtype.itemsize
         return weights + rows * self.H * (2 * self.dtype.itemsize + 4) + slab
@@ -276,6 +281,18 @@ def _available(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
+class _Loop(NamedTuple):
+    """A loop of so many steps, the last of which may be a part of one, and how to run the first n."""
+
+    steps: float
+    timed: int
+    work: Callable[[int], Callable[[], None]]
+
+    def seconds(self, one: float, timed: float) -> float:
+        """Of all steps, from the seconds of the first and those of the first `timed`."""
+        return one + (self.steps - 1) * max(0.0, timed - one) / (min(self.timed, self.steps) - 1 or 1)
+
+
 class _Benchmark:
     """Times candidates over operands of its own: random, with labels that are valid."""
 
@@ -299,29 +316,34 @@ class _Benchmark:
 
         In a round all take their turn, as a card's clock depends on what it did before. Another round warms up.
         """
-        parts = {c: self.parts(c) for c in candidates}
-        taken = {c: [[] for _ in works] for c, works in parts.items()}
+        loops = {c: self.loops(c) for c in candidates}
+        works = {c: [loop.work(n) for loop in loops[c] for n in (1, loop.timed)] for c in candidates}
+        taken = {c: [[] for _ in works[c]] for c in candidates}
         for _ in range(1 + rounds):
-            for c, works in parts.items():
-                for times, work in zip(taken[c], works, strict=True):
+            for c in candidates:
+                for times, work in zip(taken[c], works[c], strict=True):
                     times.append(_seconds(work, self.problem.device))
-        return {c: self.total(c, [statistics.median(t[1:]) for t in taken[c]]) for c in candidates}
+        found = {}
+        for c in candidates:
+            medians = [statistics.median(times[1:]) for times in taken[c]]
+            found[c] = sum(map(_Loop.seconds, loops[c], medians[::2], medians[1::2]))
+        return found
 
-    def parts(self, candidate: Candidate) -> list[Callable[[], None]]:
-        """What to time: one chunk and two, or a chunk's statistics, one block of columns and two."""
+    def loops(self, candidate: Candidate) -> list[_Loop]:
+        """What to time: chunks, or the statistics of chunks and then blocks of columns."""
         p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
+
+        def loop(steps: float, work: Callable[[int], Callable[[], None]]) -> _Loop:
+            return _Loop(steps, min(math.ceil(steps), max(2, round(steps * p.timed_rows() / p.N))), work)
+
+        def chunks(**how) -> _Loop:
+            return loop(p.N / rows, lambda n: self.work(candidate, min(n * rows, p.N), p.V, **how))
+
         if not candidate.plan.vocabulary_major:
-            return [self.work(candidate, min(n * rows, p.N), p.V) for n in (1, 2)]
+            return [chunks()]
         columns = self.columns(rows)
-        blocks = [self.work(candidate, p.N, min(n * columns, p.V), saved=True) for n in (1, 2)]
-        return [self.work(candidate, rows, p.V, needs=runtime.NO_GRADIENTS), *blocks]
-
-    def total(self, candidate: Candidate, seconds: list[float]) -> float:
-        """Seconds for all N rows from those of the parts."""
-        p, rows = self.problem, min(candidate.chunk_size, self.problem.N)
-        *first, one, two = seconds
-        times = p.V / self.columns(rows) if candidate.plan.vocabulary_major else p.N / rows
-        return sum(first) * p.N / rows + one + (times - 1) * max(0.0, two - one)
+        blocks = loop(p.V / columns, lambda n: self.work(candidate, p.N, min(n * columns, p.V), saved=True))
+        return [chunks(needs=runtime.NO_GRADIENTS), blocks]
 
     def columns(self, rows: int) -> int:
         return min(self.problem.V, runtime.block_columns(self.problem.N, self.problem.V, rows))

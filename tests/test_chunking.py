@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flce_inductor import chunking
-from flce_inductor.chunking import Card, candidates, default_rows, rows_per_chunk, share, statistics_first
+from flce_inductor.chunking import Card, candidates, default_rows, delay, rows_per_chunk, share, statistics_first
 
 GIB = 1 << 30
 H200 = Card(790e12, 53e12, 4.3e12, 141 * GIB)
@@ -50,6 +50,23 @@ def test_default(facts, V, dtype, rows):
 def test_max_slab_bytes_caps():
     assert default_rows(128256, torch.bfloat16, H200, max_slab_bytes=64 << 20) == 256
     assert default_rows(128256, torch.bfloat16, H200, max_slab_bytes=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "before", "chunks", "seconds"),
+    [
+        (79e12, 0, 8, 5e-4),  # 0.1 s of work, 12.5 ms a chunk: only the first launch is late
+        (79e12, 0.395e12, 8, 0),  # which 0.5 ms of work before it hide
+        (79e12, 0.158e12, 8, 3e-4),
+        (0.79e12, 0, 5, 5e-4 + 4 * 3e-4),  # 1 ms of work, 0.2 ms a chunk: each launch is 0.3 ms later still
+        (0.79e12, 0.79e12, 5, 7e-4),
+        (0.79e12, 79e12, 5, 0),
+        (0.79e12, 0, 1, 5e-4),
+    ],
+)
+def test_delay_of_a_host_that_waits(head, before, chunks, seconds):
+    N = 1000 * chunks - 1  # the last chunk may be smaller
+    assert delay(head, before, 1000, N, torch.bfloat16, H200) == pytest.approx(seconds / (head / 790e12))
 
 
 @pytest.mark.parametrize(

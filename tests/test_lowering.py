@@ -1,5 +1,6 @@
 """What the ops become in Inductor's code: buffers, one call of the loop, gradients scaled in place; and the tuner."""
 
+import itertools
 import json
 import os
 import re
@@ -285,6 +286,7 @@ def test_candidates_that_do_not_fit_are_not_tried(small_candidates, monkeypatch)
             return dict.fromkeys(candidates, 1.0)
 
     monkeypatch.setattr(lowering, "_Benchmark", Benchmark)
+    monkeypatch.setattr(lowering._Problem, "timed_rows", lambda self: 16)
     site = None
     original = lowering._Problem.of
 
@@ -306,6 +308,12 @@ def test_candidates_that_do_not_fit_are_not_tried(small_candidates, monkeypatch)
     assert ran == [Candidate(8, Plan(False))]
 
 
+SITE = lowering._Problem(
+    200, 8, 50, torch.bfloat16, torch.bfloat16, torch.device("cpu"), False, False, (True, False, False, False),
+    (-100, "auto", "", 1.0, 0.0, 1.0), (False,) * 3, (True, True, False),
+)  # fmt: skip
+
+
 def test_candidates_take_turns_and_accumulate_as_in_all_chunks(small_candidates, monkeypatch):
     runs, run = [], runtime.run
 
@@ -315,18 +323,36 @@ def test_candidates_take_turns_and_accumulate_as_in_all_chunks(small_candidates,
             runs.append((how.chunk_size, h.shape[0], how.accum_dtype))
         return run(h, *args, **kwargs)
 
-    site = lowering._Problem(
-        200, 8, 50, torch.bfloat16, torch.bfloat16, torch.device("cpu"), False, False, (True, False, False, False),
-        (-100, "auto", "", 1.0, 0.0, 1.0), (False,) * 3, (True, True, False),
-    )  # fmt: skip
     monkeypatch.setattr(runtime, "run", spy)
-    candidates = site.candidates(config.current())
-    times = lowering._Benchmark(site)(candidates)
+    monkeypatch.setattr(lowering._Problem, "timed_rows", lambda self: 100)
+    candidates = SITE.candidates(config.current())
+    times = lowering._Benchmark(SITE)(candidates)
     assert set(times) == set(candidates) and all(t > 0 for t in times.values())
-    # one chunk and two of each, round after round; 200 rows are 25 chunks of 8, which "auto" accumulates in float32
-    turn = [(8, 8, "float32"), (8, 16, "float32"), (16, 16, "param"), (16, 32, "param")]
-    turn += [(32, 32, "param"), (32, 64, "param")]
+    # a chunk and about 100 rows of each, round after round; 200 rows are 25 chunks of 8, which "auto" accumulates in
+    # float32
+    turn = [(8, 8, "float32"), (8, 96, "float32"), (16, 16, "param"), (16, 96, "param")]
+    turn += [(32, 32, "param"), (32, 96, "param")]
     assert runs == turn * 4
+
+
+@pytest.mark.parametrize("some", [100, 1000])
+def test_times_are_those_of_all_rows(some, small_candidates, monkeypatch):
+    """What a loop costs before its first chunk, and the clock's noise, aren't multiplied by the number of chunks."""
+    noise, took = itertools.cycle([4.0, -4.0, 2.0, -2.0, 1.0]), 0.0
+
+    def run(h, weight, target, bias, class_weight, how, *, saved=None, needs=None, **_):
+        nonlocal took
+        steps = len(weight) * 200 / how.chunk_size / 50 if saved else len(h) / how.chunk_size
+        took = 40.0 + 10.0 * steps + next(noise)
+
+    monkeypatch.setattr(runtime, "run", run)
+    monkeypatch.setattr(lowering, "_seconds", lambda work, device: (work(), took)[1])
+    monkeypatch.setattr(lowering._Problem, "timed_rows", lambda self: some)
+    times = lowering._Benchmark(SITE)(SITE.candidates(config.current()))
+    for candidate, seconds in times.items():
+        chunks = 200 / candidate.chunk_size
+        want = 2 * (40 + 10 * chunks) if candidate.plan.vocabulary_major else 40 + 10 * chunks
+        assert seconds == pytest.approx(want, rel=0.15), candidate
 
 
 def test_tuned_on_the_size_of_now_and_right_for_others(small_candidates):

@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from util import CompileCounterWithBackend, fresh
 
 import flce_inductor
-from flce_inductor import runtime
+from flce_inductor import chunking, hoist, runtime
 from flce_inductor.explain import Reason
 from flce_inductor.runtime import How, Needs
 
@@ -74,10 +74,15 @@ def products(monkeypatch):
     return seen
 
 
+def skipping(device):
+    """The key's value that leaves ignored rows out of problems as small as these: see test_delay."""
+    return True if device == "cuda" else "auto"
+
+
 def gradients(fn, args, compiled=True, **keys):
     h, weight, target = args
     if compiled:
-        with fresh(**keys):
+        with fresh(**{"skip_ignored": skipping(h.device.type), **keys}):
             loss = torch.compile(fn, backend="flce_inductor")(h, weight, target)
             loss = loss[0] if isinstance(loss, tuple) else loss
             return loss.detach(), *torch.autograd.grad(loss, (h, weight))
@@ -187,7 +192,7 @@ def test_frozen_parts_bias_and_scratch_smaller_than_what_moves(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_length_and_count_is_one_compilation(device):
     counter = CompileCounterWithBackend("flce_inductor")
-    with fresh(chunk_size=32):
+    with fresh(chunk_size=32, skip_ignored=skipping(device)):
         compiled = torch.compile(mean, backend=counter, dynamic=True)
         for N, ignored in ((300, 0.5), (64, 0.9), (133, 0.0), (31, 0.5), (500, 0.2)):
             args = problem(N=N, ignored=ignored, device=device, seed=N)
@@ -201,13 +206,60 @@ def test_any_length_and_count_is_one_compilation(device):
 def test_rows_are_counted_before_the_model_runs(device):
     h, weight, target = problem(device=device)
     layer = torch.randn(32, 32, device=device)
-    with fresh():
+    with fresh(skip_ignored=skipping(device)):
         fn = torch.compile(lambda h, w, t: shifted(torch.tanh(h @ layer), w, t), backend="flce_inductor")
         _, code = run_and_get_code(lambda: fn(h, weight, target).backward())
     calls = re.findall(
         r"count_rows|flce_inductor\.run_|extern_kernels\.mm|mkl\w*|tanh", code[0][code[0].index("def call") :]
     )
     assert calls.index("count_rows") == 0 and "flce_inductor.run_" in calls[1:]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_delay(layers, monkeypatch):
+    """A GPU's host waits for the count only if what the graph computes before the head keeps the device busy."""
+    facts = chunking.Card(1e12, 1e9, 1e12, 1 << 30)
+    N, H, V, seen = 300, 32, 501, []
+
+    def counted(graph, new, members, target):
+        seen.append(hoist._delay(graph, members))
+
+    monkeypatch.setattr(hoist, "_counted", counted)
+    monkeypatch.setattr(chunking, "card", lambda device: facts)
+    h, weight, target = problem(N, H, V)
+    layer = torch.randn(H, H)
+
+    def model(h, weight, target):
+        for _ in range(layers):
+            h = torch.tanh(h @ layer)
+        return mean(h, weight, target)
+
+    with fresh(chunk_size=100):
+        torch.compile(model, backend="flce_inductor")(h, weight, target).backward()
+    head, before = 6 * N * H * V, 2 * N * H * H * layers
+    assert seen == [chunking.delay(head, before, 100, N, torch.float32, facts)]
+    assert (seen[0] == 0) == (layers > 0)
+
+
+@pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
+def test_auto_waits_where_it_costs_nothing(_, products):
+    """8 layers of 0.7 ms each keep an H200 busy while the host catches up; without them its launches come too late."""
+    h, weight, target = problem(N=16384, H=4096, V=50257, dtype=torch.bfloat16, device="cuda")
+    layer = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64
+
+    def model(h, weight, target):
+        for _ in range(8):
+            h = torch.tanh(h @ layer)
+        return mean(h, weight, target)
+
+    for fn, skips in ((model, True), (mean, False)):
+        with fresh(min_logits_bytes=0):
+            compiled = torch.compile(fn, backend="flce_inductor")
+            (site,) = flce_inductor.explain(compiled, h, weight, target)
+            assert site.skips is skips and (skips or site.skip_reason is Reason.LATE_LAUNCHES)
+            products.clear()
+            compiled(h, weight, target).backward()
+            assert sum(products) == (int((target != IGNORE).sum()) if skips else len(target))
 
 
 def test_what_an_ignored_row_holds_is_nobodys(products):
