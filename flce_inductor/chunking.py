@@ -119,7 +119,7 @@ def statistics_first(rows: int, dtype: torch.dtype, device: torch.device) -> boo
 
 
 def delay(head: float, before: float, rows: int, N: int, dtype: torch.dtype, facts: Card) -> float:
-    """How much longer a head takes, relative to its time, if the host waits for the start of the graph before it goes on.
+    """How much longer a head takes, relative to its time, if the host waits for the graph's start before it goes on.
 
     head, before: flops of the head's products and of those that the graph computes before it. While the device works on
     the latter the host catches up; what it launches after that comes HOST later, and each further chunk, too, if the

@@ -117,7 +117,7 @@ class Reason(enum.Enum):
     )
     LATE_LAUNCHES = (
         "the host would wait for how many labels count, while the device has too little to do before the head",
-        "compile the model and its loss as one graph, or set flce_inductor.skip_ignored=True if many labels are ignored",
+        "compile model and loss as one graph, or set flce_inductor.skip_ignored=True if most labels are ignored",
     )
     CUDA_GRAPHS = (
         "a CUDA graph runs the same launches whatever the labels are",
