@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from . import report
 
 IMAGES = report.ROOT / "docs" / "img"
-GREY, OURS = "#888888", "#3b7dd8"
+GREY, OURS, GRAPHS = "#888888", "#3b7dd8", "#2a9d9d"
 COLOURS = {
     "eager": "#b07aa1",
     "compile": "#e07b39",
@@ -40,10 +40,14 @@ LABELS = {
     "cce": "cut-cross-entropy",
     "native": "F.linear_cross_entropy",
     "ours dense": "flce_inductor, all rows",
+    "ours graphs": "flce_inductor, CUDA graphs",
+    "ours dense-graphs": "all rows, CUDA graphs",
 }
 
 
 def colour(provider: str) -> str:
+    if provider.endswith("graphs"):
+        return GRAPHS
     return OURS if provider.startswith("ours") else COLOURS.get(provider.split()[0], GREY)
 
 
@@ -96,7 +100,7 @@ def curves(ax: Axes, lines: list[dict], x: str, y: Callable[[dict], float], styl
     """A curve per provider."""
     for (provider,), of in grouped(lines, "provider").items():
         of = sorted(of, key=lambda line: line[x])
-        dashed = provider in ("floor", "ours dense")
+        dashed = provider == "floor" or "dense" in provider
         ax.plot(
             [line[x] for line in of],
             [y(line) for line in of],
@@ -107,12 +111,20 @@ def curves(ax: Axes, lines: list[dict], x: str, y: Callable[[dict], float], styl
         )
 
 
+def beaten(line: dict, lines: list[dict]) -> bool:
+    """Whether a setting of ours takes more time and more memory than another."""
+    return line["provider"].startswith("ours C=") and any(
+        x["provider"].startswith("ours") and x["ms"] < line["ms"] and x["peak_plus_mib"] < line["peak_plus_mib"]
+        for x in lines
+    )
+
+
 def pareto(lines: list[dict]) -> Figure:
-    """Time against memory, a panel per shape (the first six); our numbers of rows joined."""
+    """Time against memory, a panel per shape (the first six); settings of ours that none of ours beats are joined."""
     lines = [line for line in lines if line["dtype"] == "bfloat16"]
     shapes = list(grouped(lines, "N", "H", "V").items())[:6]
     for ax, (shape, of) in zip(panels(len(shapes)), shapes, strict=True):
-        measured = [line for line in of if line["provider"] != "floor"]
+        measured = [line for line in of if line["provider"] != "floor" and not beaten(line, of)]
         ours = sorted((x["peak_plus_mib"], x["ms"]) for x in measured if x["provider"].startswith("ours"))
         ax.plot(*zip(*ours, strict=True), "-", color=OURS, alpha=0.6)
         middle = (max(x["peak_plus_mib"] for x in measured) * min(x["peak_plus_mib"] for x in measured)) ** 0.5
@@ -120,7 +132,7 @@ def pareto(lines: list[dict]) -> Figure:
             provider, at, shade = line["provider"], (line["peak_plus_mib"], line["ms"]), colour(line["provider"])
             setting = provider.startswith("ours") and provider != "ours C=auto"
             ax.plot(*at, "o", color=shade, markersize=4 if setting else 8)
-            place = {"xytext": (-5, -3) if setting else (0, 8)}
+            place = {"xytext": (-5, 4 if at[0] == ours[0][0] else -12) if setting else (0, 8)}
             place["ha"] = "right" if setting or at[0] > middle else "left"
             name = label(provider).removeprefix("flce_inductor ").removesuffix(" param")
             ax.annotate(name, at, textcoords="offset points", color=shade, size=8, **place)
@@ -238,7 +250,7 @@ def chunk_curve(lines: list[dict]) -> Figure:
 
 
 PLOTS: dict[str, tuple[tuple[str, ...], Callable[[list[dict]], Figure]]] = {  # kinds of results, the first that exists
-    "pareto": (("peers", "shapes"), pareto),
+    "pareto": (("shapes",), pareto),
     "over-n": (("over-n",), over_n),
     "timeline": (("timeline",), timeline),
     "accuracy": (("accuracy",), accuracy),

@@ -33,8 +33,13 @@ def read(path: Path) -> list[dict]:
 
 def _cell(line: dict | None) -> str:
     if line is None or "ms" in line:
-        return f"{line['ms']:.1f} ms, {line['peak_plus_mib']:.0f} MiB" if line else ""
+        return f"{line['ms']:.1f} ms, {line['peak_plus_mib']:.0f} MiB{_wrong(line)}" if line else ""
     return "out of memory" if "out_of_memory" in line else "failed" if "failed" in line else ""
+
+
+def _wrong(line: dict) -> str:
+    """What a cell says of a provider that failed the correctness gate."""
+    return "" if line.get("gate", True) else f" (error {max(x for k, x in line.items() if k.endswith('_err')):.1%})"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -94,6 +99,61 @@ def low_memory(lines: list[dict]) -> str:
         ratio = f"{line['ms'] / compiled['ms']:.2f}"
         rows.append(["{N} x {H} x {V}".format(**line), f"{slab} MiB", _cell(compiled), _cell(line), ratio])
     return _table(["N x H x V", "max_slab_bytes", "torch.compile", "flce_inductor", "time / torch.compile's"], rows)
+
+
+def chunk_curve(lines: list[dict]) -> str:
+    """Rows in a chunk, a shape a column."""
+    curve = [line for line in lines if line["provider"] == "compile" or line["provider"].startswith("ours C=")]
+    rows: dict[str, dict[str, str]] = {}
+    for line in curve:
+        name = line["provider"].removeprefix("ours C=").replace("compile", "(torch.compile)").replace("auto", "default")
+        rows.setdefault(name, {})["{N} x {H} x {V}".format(**line)] = _cell(line)
+    shapes = list(dict.fromkeys(shape for of in rows.values() for shape in of))
+    order = sorted(rows, key=lambda name: int(name) if name.isdigit() else -1)
+    return _table(["rows per chunk", *shapes], [[name, *(rows[name].get(s, "") for s in shapes)] for name in order])
+
+
+_MODES = {"vocab": "vocabulary parallel", "ddp": "DDP", "fsdp": "FSDP2", "one": "one GPU"}
+
+
+def many_gpus(lines: list[dict]) -> str:
+    """Each way to run on several GPUs, beside torch.compile's."""
+    rows = [
+        [_MODES[x["mode"]], x["provider"].replace("ours", "flce_inductor"), _cell(x)]
+        for x in lines
+        if x["mode"] in _MODES
+    ]
+    return _table(["", "", "a step of each rank"], rows)
+
+
+def expected(lines: list[dict]) -> str:
+    """Share of the time that is not the collectives': measured, and for more ranks as rings of equally fast links."""
+    measured = {x["mode"]: x["ms"] for x in lines if x["provider"].startswith("ours")}  # of vocab that by torch.compile
+    one = measured["one"]
+    N = lines[0]["N"]
+    link = {x["provider"]: x["ms"] for x in lines if x["mode"] == "links"}
+    weight, gather, scatter, states, numbers = (
+        link[name]
+        for name in (
+            "all-reduce [V, H]",
+            "all-gather [V, H]",
+            "reduce-scatter [V, H] float32",
+            "all-reduce [N, H]",
+            "all-reduce [2, 2048] float32",
+        )
+    )
+    ways: dict[str, Callable[[int, float], tuple[float, float]]] = {  # milliseconds without and with the collectives
+        "ddp": lambda R, ring: (one, one + ring * weight),
+        "fsdp": lambda R, ring: (one, one + ring * (gather + scatter)),
+        "vocab": lambda R, ring: (one / R, one / R + ring * states + 2 * -(-N // 2048) * numbers),
+    }
+    ranks = (2, 4, 8, 16, 32, 64)
+    rows = []
+    for name, way in ways.items():
+        times = [way(R, 2 * (R - 1) / R) for R in ranks]
+        shares = [times[0][0] / measured[name], *(alone / together for alone, together in times)]
+        rows.append([_MODES[name], *(f"{share:.2f}" for share in shares)])
+    return _table(["", "2 ranks, measured", *(f"{R} ranks" for R in ranks)], rows)
 
 
 def _pivot(lines: list[dict], first: str, row: Callable[[dict], str], columns: dict[str, str], cell=_cell) -> str:
@@ -182,6 +242,9 @@ TABLES = {  # a kind of results, of a card, and what makes the table
     "over N": ("over-n", "h200", providers),
     "unaligned": ("unaligned", "h200", providers),
     "cross entropy": ("cross-entropy", "h200", cross_entropy),
+    "chunk curve": ("chunk-curve", "h200", chunk_curve),
+    "many GPUs": ("many-gpus", "h200", many_gpus),
+    "many GPUs expected": ("many-gpus", "h200", expected),
     "ignored": ("ignored", "h200", ignored),
     "ignored on a CPU": ("ignored", "cpu", ignored),
     "train": ("train", "h200", train),

@@ -28,12 +28,13 @@ def test_another_number_is_noticed():
 
 
 @pytest.mark.parametrize("name", WITH_RESULTS)
-def test_every_measurement_passed_its_gate(name):
+def test_measurements_passed_their_gate_or_the_table_says_so(name):
     kind, card, _ = report.TABLES[name]
     assert report.table(name).count("\n") >= 2
     lines = report.read(report.newest(kind, card))
-    assert all(line.get("gate", True) for line in lines)
     assert any("ms" in line for line in lines)
+    assert all(line.get("gate", True) for line in lines if line["provider"].startswith(("ours", "compile")))
+    assert report.table(name).count("(error ") == sum(not line.get("gate", True) for line in lines)
 
 
 def test_the_newest_results_are_read(tmp_path, monkeypatch):
@@ -67,6 +68,56 @@ def test_tables_say_what_failed_and_leave_out_what_is_missing(tmp_path, monkeypa
         "| N x H x V | eager | cut-cross-entropy | flce_inductor |",
         "| --- | --- | --- | --- |",
         "| 8 x 2 x 4, bfloat16 | out of memory | failed | 1.2 ms, 3 MiB |",
+    ]
+
+
+def test_a_peer_that_fails_the_gate_is_shown_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    line = {"N": 8, "H": 2, "V": 4, "dtype": "float16", "ms": 1.25, "peak_plus_mib": 3.0}
+    errors = {"loss_err": 0.001, "dh_err": 0.021, "dweight_err": 0.01}
+    _write(tmp_path, "h200", "peers", {"provider": "liger", **line, **errors, "gate": False})
+    assert "| 8 x 2 x 4, float16 | 1.2 ms, 3 MiB (error 2.1%) |" in report.table("peers")
+
+
+def test_chunk_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    line = {"H": 2, "V": 4, "dtype": "bfloat16", "peak_plus_mib": 3.0}
+    lines = [
+        {"N": N, "provider": provider, **line, "ms": ms}
+        for N, provider, ms in (
+            (8, "floor", 1.0), (8, "compile", 2.0), (8, "ours C=auto", 3.0), (8, "ours tuned", 4.0),
+            (8, "ours C=16", 5.0), (8, "ours C=2", 6.0), (9, "compile", 7.0), (9, "ours C=16", 8.0),
+        )
+    ]  # fmt: skip
+    _write(tmp_path, "h200", "chunk-curve", *lines)
+    assert report.table("chunk curve").splitlines() == [
+        "| rows per chunk | 8 x 2 x 4 | 9 x 2 x 4 |",
+        "| --- | --- | --- |",
+        "| (torch.compile) | 2.0 ms, 3 MiB | 7.0 ms, 3 MiB |",
+        "| default | 3.0 ms, 3 MiB |  |",
+        "| 2 | 6.0 ms, 3 MiB |  |",
+        "| 16 | 5.0 ms, 3 MiB | 8.0 ms, 3 MiB |",
+    ]
+
+
+def test_many_gpus(tmp_path, monkeypatch):
+    """Worked out by hand: e.g. DDP at 4 ranks moves 1.5 times as much as at 2."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    links = {
+        "all-reduce [V, H]": 10.0, "all-gather [V, H]": 5.0, "reduce-scatter [V, H] float32": 15.0,
+        "all-reduce [N, H]": 1.0, "all-reduce [2, 2048] float32": 0.5,
+    }  # fmt: skip
+    steps = [("vocab", "loss_parallel", 60.0), ("vocab", "ours", 65.0), ("vocab", "ours, torch.compile", 62.5)]
+    steps += [("ddp", "ours", 125.0), ("fsdp", "ours", 200.0), ("one", "torch.compile", 90.0), ("one", "ours", 100.0)]
+    lines = [{"mode": "links", "provider": name, "ms": ms} for name, ms in links.items()]
+    lines += [{"mode": mode, "provider": name, "ms": ms, "peak_plus_mib": 7.0} for mode, name, ms in steps]
+    _write(tmp_path, "h200", "many-gpus", *({"N": 4096, **line} for line in lines))
+    assert "| vocabulary parallel | flce_inductor, torch.compile | 62.5 ms, 7 MiB |" in report.table("many GPUs")
+    rows = report.table("many GPUs expected").splitlines()[2:]
+    assert [row.split(" | ")[:4] for row in rows] == [
+        ["| DDP", "0.80", f"{100 / 110:.2f}", f"{100 / 115:.2f}"],
+        ["| FSDP2", "0.50", f"{100 / 120:.2f}", f"{100 / 130:.2f}"],
+        ["| vocabulary parallel", "0.80", f"{50 / 53:.2f}", f"{25 / 28.5:.2f}"],
     ]
 
 
