@@ -183,16 +183,6 @@ def test_accuracy_of_the_weight_gradient():
         assert cells == [measured[names[dtype], accum, int(chunks)] for dtype, accum in columns]
 
 
-def test_measured_tables():
-    """A table behind `<!-- results: FILE -->` holds times and memory of that file's measurements."""
-    tables = [x for text in PAGES.values() for x in re.findall(r"<!-- results: (\S+) -->\n(.*?)\n\n", text, re.DOTALL)]
-    assert tables
-    for file, table in tables:
-        known = {f"{x['ms']:.1f} ms, {x['peak_plus_mib']:.0f} MiB" for x in results(file)}
-        shown = re.findall(r"[\d.]+ ms, \d+ MiB", table)
-        assert len(shown) >= 2 and {*shown} <= known, {*shown} - known
-
-
 # ---------------------------------------------------------------- links and names
 
 
