@@ -166,6 +166,7 @@ class _Site:
 
 def hoist(graph: Graph) -> None:
     """Replace row_stats and its backward by one row_stats_with_grads wherever that is legal; record each decision."""
+    by_hand = graph.find_nodes(op="call_function", target=_WITH_GRADS)
     by_weight: dict[Node, list[_Site]] = {}
     for site in _find(graph):
         # a site that needs no dweight holds nothing large until the backward: it is alone
@@ -176,6 +177,8 @@ def hoist(graph: Graph) -> None:
         if members := _choose(sites):
             _emit(graph, members)
             hoisted = True
+    for node in by_hand:
+        hoisted |= _count_rows_of(graph, node)
     if hoisted:
         stable_topological_sort(graph)
         graph.eliminate_dead_code()
@@ -662,7 +665,12 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
             for parts in zip(*(m.row_inputs for m in members), strict=True)
         ]
         program = (row_inputs, first.program)
-        counted = _counted(graph, new, members, target)
+        counted, reason = _counted(
+            new, first.stats, target, how, all(map(_reads_nll_alone, members)), learns_bias=first.needs[2]
+        )
+        if counted is not None or reason is not None:
+            for member in members:
+                record_skip(member.stats, reason)
         last = (list(first.needs), *([] if counted is None else [*Plan(), counted]))
         fused = new(_WITH_GRADS, h, weight, target, bias, class_weight, *cotangents, *program, *how, want, *last)
         if _compat.partitioner_takes_tuples():
@@ -687,53 +695,70 @@ def _emit(graph: Graph, members: list[_Site]) -> None:
                 _replace(first.backward, i, gradient)
 
 
-def _counted(graph: Graph, new: _Writer, members: list[_Site], target: Node) -> Node | None:
-    """How many rows have a label, if those that don't may be left out; record why not."""
-    setting, first = config.current().skip_ignored, members[0]
+def _count_rows_of(graph: Graph, node: Node) -> bool:
+    """Let a row_stats_with_grads of linear_cross_entropy leave ignored rows out; whether it may."""
+    operands, (program, *how), (want, needs, *more) = node.args[:10], node.args[10:18], node.args[18:]
+    if more:
+        return False
+    new = _Writer(graph, node)
+    read = {user.args[1] for user in node.users if user.users}
+    nll_alone = not program and not any(want) and all(g is None for g in operands[6:9]) and read.isdisjoint(range(1, 6))
+    with graph.inserting_before(node):
+        counted, _ = _counted(new, node, operands[2], how, nll_alone, learns_bias=needs[2])
+    if counted is not None:
+        node.args = (*node.args, *Plan(), counted)
+    return counted is not None
+
+
+def _counted(
+    new: _Writer, loop: Node, target: Node, how: list[Any], nll_alone: bool, learns_bias: bool
+) -> tuple[Node | None, Reason | None]:
+    """How many rows have a label, if those that don't may be left out, or why not; neither if nobody wants to.
+
+    loop: the node in front of which the count is wanted, with h and weight as its first arguments. how: ignore_index,
+    rows per chunk, ...
+    """
+    setting, (ignore_index, rows, *_) = config.current().skip_ignored, how
     if setting is False:
-        return None
+        return None, None
     early, labels = _ancestors_of_labels(target), target.meta["val"]
     cuda = labels.device.type == "cuda"
     reason, on_device = None, False
-    if not all(_reads_nll_alone(member) for member in members):
+    if not nll_alone:
         reason = Reason.ALL_ROWS
     elif cuda and inductor_config.triton.cudagraphs:
-        on_device = setting is True and kernels.can_gemm("cuda", first.stats.args[0].meta["val"].dtype)
-        on_device = on_device and not first.needs[2]
+        on_device = setting is True and kernels.can_gemm("cuda", loop.args[0].meta["val"].dtype) and not learns_bias
         reason = None if on_device else Reason.CUDA_GRAPHS
     elif cuda and setting == "auto" and early is None:
         reason = Reason.LATE_COUNT
-    elif cuda and setting == "auto" and _delay(graph, members) > _TOLERABLE_DELAY:
+    elif cuda and setting == "auto" and _delay(loop, labels.shape[0], rows) > _TOLERABLE_DELAY:
         reason = Reason.LATE_LAUNCHES
-    for member in members:
-        record_skip(member.stats, reason)
     if reason is not None:
-        return None
+        return None, reason
     if on_device:
-        return new(aten.sum.default, new(aten.ne.Scalar, target, first.stats.args[5]))
-    counted = new(torch.ops.flce_inductor.count_rows.default, target, first.stats.args[5])
-    at = next(n for n in graph.nodes if n.op != "placeholder")
+        return new(aten.sum.default, new(aten.ne.Scalar, target, ignore_index)), None
+    counted = new(torch.ops.flce_inductor.count_rows.default, target, ignore_index)
+    at = next(n for n in new.graph.nodes if n.op != "placeholder")
     for node in [*(early or ()), counted] if early is not None else ():
         if node is at:
             at = at.next
         else:
             at.prepend(node)
-    return counted
+    return counted, None
 
 
-def _delay(graph: Graph, members: list[_Site]) -> float:
-    """chunking.delay of the members' head, at the sizes that the graph was traced with."""
-    before, first = 0, members[0].stats
-    for node in graph.nodes:
-        if node is first:
+def _delay(loop: Node, N: int | torch.SymInt, rows: int) -> float:
+    """chunking.delay of a head of N rows, at the sizes that the graph was traced with."""
+    before = 0
+    for node in loop.graph.nodes:
+        if node is loop:
             break
         if node.target in _PRODUCTS:
             sizes = node.meta["val"].numel(), node.args[-1].meta["val"].shape[-2]
             before += 2 * math.prod(_compat.size_hint(size) or 0 for size in sizes)
-    h, weight = (node.meta["val"] for node in first.args[:2])
-    N = sum(_compat.size_hint(member.rows) or 0 for member in members)
-    head = 6 * N * math.prod(map(_compat.size_hint, weight.shape))
-    return chunking.delay(head, before, first.args[6], N, h.dtype, chunking.card(h.device))
+    h, weight = (node.meta["val"] for node in loop.args[:2])
+    N, (V, H) = _compat.size_hint(N) or 0, map(_compat.size_hint, weight.shape)
+    return chunking.delay(6 * N * H * V, before, rows, N, h.dtype, chunking.card(h.device))
 
 
 def _reads_nll_alone(site: _Site) -> bool:

@@ -221,8 +221,9 @@ def test_delay(layers, monkeypatch):
     facts = chunking.Card(1e12, 1e9, 1e12, 1 << 30)
     N, H, V, seen = 300, 32, 501, []
 
-    def counted(graph, new, members, target):
-        seen.append(hoist._delay(graph, members))
+    def counted(new, loop, target, how, *_, **__):
+        seen.append(hoist._delay(loop, target.meta["val"].shape[0], how[1]))
+        return None, None
 
     monkeypatch.setattr(hoist, "_counted", counted)
     monkeypatch.setattr(chunking, "card", lambda device: facts)
@@ -369,6 +370,38 @@ def test_explicit_function(setting, device, products):
         assert sum(products) == (count if counted else 300)
         if not more:
             assert_close(got, gradients(mean, (h, weight, target), False), torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", ["auto", True, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_explicit_function_in_compiled_code(reduction, setting, device, products):
+    """As of the losses that are found: this package's passes do it, stock Inductor's graph computes all rows."""
+    h, weight, target = problem(device=device)
+    count = int((target != IGNORE).sum())
+    skips = setting is True or (setting == "auto" and device == "cpu")
+    want = gradients(
+        lambda h, w, t: F.cross_entropy(F.linear(h, w), t, reduction=reduction), (h, weight, target), False
+    )
+    for more, backend, counted in (
+        ({}, "flce_inductor", skips),
+        ({}, "inductor", False),
+        ({"z_loss": 1e-3}, "flce_inductor", False),
+        ({"label_smoothing": 0.1}, "flce_inductor", False),
+    ):
+
+        def fn(h, weight, target, more=more):
+            return flce_inductor.linear_cross_entropy(
+                h * 1.0, weight, target.flip(0).flip(0), reduction=reduction, **more
+            )
+
+        products.clear()
+        with fresh(chunk_size=64, skip_ignored=setting):
+            loss = torch.compile(fn, backend=backend)(h, weight, target)
+            got = loss.detach(), *torch.autograd.grad(loss, (h, weight))
+        assert sum(products) == (count if counted else 300)
+        if not more:
+            assert_close(got, want, torch.float32)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])
