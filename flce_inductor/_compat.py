@@ -182,6 +182,16 @@ def partitioner_takes_tuples() -> bool:
     return _numbers(torch.__version__) >= (2, 14) or torch._functorch.config.activation_memory_budget == 1
 
 
+def set_arguments(node: torch.fx.Node, *args: Any) -> None:
+    """Give a node of a joint graph other arguments, more of them maybe.
+
+    Where the op has been a fallback of Inductor's in this process, its layout constraint holds the node's arguments
+    against those that it was traced with.
+    """
+    node.args = args
+    node.meta.pop("eager_input_vals", None)
+
+
 def size_hint(size: int | torch.SymInt) -> int | None:
     """A size as a number where the graph knows one for now; None for one that only the data decides."""
     hint = size if isinstance(size, int) else size.node.hint

@@ -175,21 +175,21 @@ def count(key: str) -> None:
 _OWN = os.path.dirname(torch.__file__) + os.sep
 
 
-def _stack(node: torch.fx.Node) -> list[tuple[str, str, str]]:
+def frames(node: torch.fx.Node) -> list[tuple[str, str, str]]:
     """File, line and function of the frames that a node was traced in, the one that Dynamo compiled first."""
     return re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
 
 
 def where(node: torch.fx.Node) -> str:
     """The user's file:line of a node: the innermost frame of its stack that isn't torch's own."""
-    frames = _stack(node)
-    outside = [frame for frame in frames if not frame[0].startswith(_OWN)]
-    return ":".join((outside or frames or [("unknown place", "0", "")])[-1][:2])
+    all_frames = frames(node)
+    outside = [frame for frame in all_frames if not frame[0].startswith(_OWN)]
+    return ":".join((outside or all_frames or [("unknown place", "0", "")])[-1][:2])
 
 
 def given_by(node: torch.fx.Node) -> str:
     """Where the inputs of a node's graph come from, for the report."""
-    for file, line, function in _stack(node)[:1]:
+    for file, line, function in frames(node)[:1]:
         if resumed := re.fullmatch(r"torch_dynamo_resume_in_(.+)_at_(\d+)", function):
             return f"from before the graph break in {resumed[1]} at {file}:{resumed[2]}"
         return f"from outside of {function}, {file}:{line}"
@@ -200,7 +200,7 @@ def given_to(node: torch.fx.Node) -> str:
     """Where the outputs of a node's graph go to, for the report."""
     if _ended(node.graph):
         return f"to what follows {_ended(node.graph)}"
-    for file, line, function in _stack(node)[:1]:
+    for file, line, function in frames(node)[:1]:
         return f"by {function}, {file}:{line}"
     return "by the compiled function"
 
@@ -251,6 +251,7 @@ class Site:
     skip_reason: Reason | None = None
     returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
     attempt: tuple[Any, int] = dataclasses.field(default_factory=_attempt, repr=False)
+    frames: list[tuple[str, str, str]] = dataclasses.field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.loss}: {'rewritten' if self.reason is None else 'left alone'}"]
@@ -299,8 +300,8 @@ def record_graph(graph: torch.fx.Graph, losses: int) -> None:
     """What the log says, in detail, about a graph."""
     if not log.isEnabledFor(logging.DEBUG):
         return
-    frames = (frame for node in graph.nodes for frame in _stack(node)[:1])
-    for file, line, function in itertools.islice(frames, 1):
+    outermost = (frame for node in graph.nodes for frame in frames(node)[:1])
+    for file, line, function in itertools.islice(outermost, 1):
         ended = f", which ends at {_ended(graph)}" if _ended(graph) else ""
         log.debug("%s:%s: %d losses in a graph of %s%s", file, line, losses, function, ended)
 
@@ -315,9 +316,15 @@ def record(site: Site) -> None:
         sites[:] = [s for s in sites if s.attempt[0] != compilation or s.attempt[1] >= attempt] + [site]
 
 
-def _rewritten_at(place: str) -> list[Site]:
-    """The collected sites at a file:line that were rewritten."""
-    return [site for sites in _collectors for site in sites if site.where == place and site.reason is None]
+def _rewritten(node: torch.fx.Node) -> list[Site]:
+    """The collected sites that a node was made for: those traced in the same frames, or of several the one that is as
+    far down as the node is among its like."""
+    at, found = frames(node), []
+    alike = [n for n in node.graph.find_nodes(op="call_function", target=node.target) if frames(n) == at]
+    for sites in _collectors:
+        here = [site for site in sites if site.frames == at and site.reason is None]
+        found += [here[alike.index(node)]] if len(here) == len(alike) else here
+    return found
 
 
 def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") -> None:
@@ -330,7 +337,7 @@ def record_pass(node: torch.fx.Node, reason: Reason | None, detail: str = "") ->
         log.info("%s: gradients are computed in the forward", place)
     else:
         log.info("%s: not in one pass: %s%s", place, reason.text, f" ({detail})" if detail else "")
-    for site in _rewritten_at(place):
+    for site in _rewritten(node):
         site.one_pass, site.pass_reason = reason is None, reason
 
 
@@ -338,7 +345,7 @@ def record_skip(node: torch.fx.Node, reason: Reason | None) -> None:
     """Whether a hoisted node leaves ignored rows out (None), or why not."""
     place = where(node)
     log.info("%s: ignored rows %s", place, f"are computed, too: {reason.text}" if reason else "cost nothing")
-    for site in _rewritten_at(place):
+    for site in _rewritten(node):
         site.skips, site.skip_reason = reason is None, reason
 
 
@@ -346,7 +353,7 @@ def record_tuning(node: torch.fx.Node, chosen: str, seconds: dict[str, float]) -
     """What lowering.py chose for a hoisted node, and the time of each way it tried."""
     place, table = where(node), ", ".join(f"{name} {s * 1e3:.3g} ms" for name, s in sorted(seconds.items()))
     log.info("%s: tuned: %s, of %s", place, chosen, table)
-    for site in _rewritten_at(place):
+    for site in _rewritten(node):
         site.tuned = f"{chosen}, of {table}"
 
 

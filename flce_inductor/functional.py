@@ -346,7 +346,7 @@ def cross_entropy(
 
 
 def _check_transforms(*tensors: Tensor | None) -> None:
-    """Refuse torch.func's grad, vjp, jvp, ..; vmap goes through the ops one by one."""
+    """Refuse torch.func's grad, vjp, jvp, ..; vmap goes through the ops one by one where no gradient is wanted."""
     if torch.compiler.is_compiling():
         return
     for x in tensors:

@@ -704,9 +704,11 @@ def _count_rows_of(graph: Graph, node: Node) -> bool:
     read = {user.args[1] for user in node.users if user.users}
     nll_alone = not program and not any(want) and all(g is None for g in operands[6:9]) and read.isdisjoint(range(1, 6))
     with graph.inserting_before(node):
-        counted, _ = _counted(new, node, operands[2], how, nll_alone, learns_bias=needs[2])
+        counted, reason = _counted(new, node, operands[2], how, nll_alone, learns_bias=needs[2])
+    if counted is not None or reason is not None:
+        record_skip(node, reason)
     if counted is not None:
-        node.args = (*node.args, *Plan(), counted)
+        _compat.set_arguments(node, *node.args, *Plan(), counted)
     return counted is not None
 
 
@@ -776,13 +778,16 @@ def _reads_nll_alone(site: _Site) -> bool:
 
 
 def _ancestors_of_labels(target: Node, most: int = 64) -> list[Node] | None:
-    """The operations that make the labels of the graph's inputs, in order; None if the model has a part in them."""
+    """The operations that make the labels of the graph's inputs, in order; None if the model has a part in them, or
+    chance has, whose numbers depend on the order of draws."""
     found, stack = set(), [target]
     while stack:
         node = stack.pop()
         if node.op == "placeholder" or node in found:
             continue
-        if node.op != "call_function" or len(found) == most:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or len(found) == most:
+            return None
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
             return None
         if any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in tree_leaves(node.meta.get("val"))):
             return None

@@ -166,7 +166,8 @@ def tune(graph: torch.fx.Graph) -> None:
             continue
         times = _times(problem, settings)
         chosen = choose(times, problem, settings.tolerance)
-        node.args = (*node.args[:12], chosen.chunk_size, *node.args[13:20], *chosen.plan, *node.args[22:])
+        args = (*node.args[:12], chosen.chunk_size, *node.args[13:20], *chosen.plan, *node.args[22:])
+        _compat.set_arguments(node, *args)
         record_tuning(node, str(chosen), {str(c): seconds for c, seconds in times.items()})
 
 
@@ -185,6 +186,7 @@ class _Problem(NamedTuple):
     how: tuple
     want: tuple[bool, ...]
     needs: tuple[bool, ...]
+    counted: bool = False  # rows whose label is ignored are left out, which the rows-major order can do
 
     @staticmethod
     def of(node: torch.fx.Node) -> _Problem | None:
@@ -207,6 +209,7 @@ class _Problem(NamedTuple):
             (args[11], *args[13:18]),
             tuple(args[18]),
             tuple(args[19]),
+            any(x is not None for x in args[22:]),
         )
 
     def candidates(self, settings: config.Settings) -> list[Candidate]:
@@ -215,7 +218,7 @@ class _Problem(NamedTuple):
         accumulate = ["library"]
         if self.needs[1] and runtime.can_accumulate_by_triton(self.device.type, self.dtype, self.weight_dtype):
             accumulate.append("triton")
-        plans = [runtime.Plan(False, a) for a in accumulate] + [runtime.Plan(True)]
+        plans = [runtime.Plan(False, a) for a in accumulate] + [runtime.Plan(True)] * (not self.counted)
         return [Candidate(size, plan) for size in sizes for plan in plans]
 
     def timed_rows(self) -> int:
@@ -223,12 +226,12 @@ class _Problem(NamedTuple):
         return 4 * chunking.default_rows(self.V, self.dtype, chunking.card(self.device))
 
     def bytes(self, candidate: Candidate) -> int:
-        """What timing a candidate allocates: weight, dweight, up to all of h and dh, the slab."""
+        """What timing a candidate allocates: h, weight, dweight, up to all of dh, the slab."""
         some = max(self.timed_rows(), 2 * candidate.chunk_size)
         rows = self.N if candidate.plan.vocabulary_major else min(self.N, some)
         weights = self.V * self.H * (self.dtype.itemsize + self.weight_dtype.itemsize + 4)
         slab = runtime.slab_size(self.N, self.V, candidate.chunk_size, False) * self.dtype.itemsize
-        return weights + rows * self.H * (2 * self.dtype.itemsize + 4) + slab
+        return weights + self.H * (self.N * self.dtype.itemsize + rows * (self.dtype.itemsize + 4)) + slab
 
 
 def choose(times: dict[Candidate, float], problem: _Problem, tolerance: float) -> Candidate:
@@ -243,9 +246,10 @@ def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, floa
     candidates = problem.candidates(settings)
     key = hashlib.sha256(repr((problem, candidates, _environment(problem.device))).encode()).hexdigest()
     path = os.path.join(cache_dir(), "flce_inductor", f"{key}.json")
-    if kept := _kept_times(path, candidates):
-        return kept
     fitting = [c for c in candidates if problem.bytes(c) < 0.9 * _available(problem.device)] or candidates[:1]
+    kept = _kept_times(path, candidates)
+    if kept.keys() >= set(fitting):  # what didn't fit when they were taken may fit now
+        return kept
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(_devices(problem.device)):
         times = _Benchmark(problem)(fitting)
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -519,6 +519,8 @@ class _Head:
         self.u = None if class_weight is None else class_weight.to(self.stats).contiguous()
         self.capability = _capability(self.device)
         self.limit: Tensor | None = None  # [] on the device: rows from it on aren't needed
+        self.order: Tensor | None = None  # where the loop's rows are in h, if they aren't as they come
+        self.gathered: tuple[slice, Tensor] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -549,9 +551,18 @@ class _Head:
         ends = [*range(columns, aligned, columns), aligned, *([self.V] if aligned < self.V else [])]
         return [slice(lo, hi) for lo, hi in zip([0, *ends], ends, strict=False)]
 
+    def hidden(self, rows: slice) -> Tensor:
+        """h of these rows of the loop."""
+        if self.order is None:
+            return self.h[rows]
+        if self.gathered is None or self.gathered[0] != rows:
+            self.gathered = None  # before the next is made
+            self.gathered = rows, torch.index_select(self.h, 0, self.order[rows])
+        return self.gathered[1]
+
     def logits_(self, slab: Tensor, rows: slice, columns: slice) -> None:
         """slab = h[rows] @ weight[columns].T + bias[columns], rounded once."""
-        h, w, b = self.h[rows], self.w[columns].t(), None if self.b is None else self.b[columns]
+        h, w, b = self.hidden(rows), self.w[columns].t(), None if self.b is None else self.b[columns]
         if self.limited_(slab, h, w, rows, bias=b):
             return
         if b is None:
@@ -644,7 +655,7 @@ class _Head:
             else:
                 self.rows_(slab, chunk, chunk_stats, chunk_g, stats=True, grad=grad, scale=scale)
             if dweight is not None:
-                dweight.add(slab, self.h[chunk], parts, lo == 0, self.limit, lo)
+                dweight.add(slab, self.hidden(chunk), parts, lo == 0, self.limit, lo)
             if needs.dh:  # after dweight, as it may take the place of h (see counted)
                 for part in parts:
                     first = part.start == 0
@@ -661,8 +672,9 @@ class _Head:
         """rows_major over the `count` rows that have a label, in their order: the others cost nothing.
 
         Their nll, dh and, though they have some, max and logsum are zero. The rows that count are gathered into the
-        buffer of dh, and spread over it again at the end, through the slab: no more memory is needed. Where the count
-        is on the device, the loop goes over all rows, and the kernels leave out those behind it.
+        buffer of dh, and spread over it again at the end, through the slab: no more memory is needed. Where h learns
+        nothing they are gathered chunk by chunk. Where the count is on the device, the loop goes over all rows, and the
+        kernels leave out those behind it.
         """
         N, H = self.h.shape
         valid = self.target != self.how.ignore_index
@@ -678,10 +690,15 @@ class _Head:
             compact.N, at = count, order[:count]
             order = at
         dh = self.dh(needs.dh, self.dtype)
-        h = torch.index_select(self.h, 0, at, out=dh[: compact.N] if needs.dh else None)
+        if needs.dh:
+            compact.h = torch.index_select(self.h, 0, at, out=dh[: compact.N])
+        elif self.dtype == torch.float16:  # whose scale depends on the rows that count alone
+            compact.h = torch.index_select(self.h, 0, at)
+        else:
+            compact.order = at
         compact.rows = max(1, min(self.rows, compact.N))
-        compact.h, compact.target = h, self.target[order]
-        compact.into = self.into._replace(stats=None, dh=h if needs.dh else None)
+        compact.target = self.target[order]
+        compact.into = self.into._replace(stats=None, dh=compact.h if needs.dh else None)
         g = Cotangents(*(None if x is None else x[order] for x in g))
         stats, grads = compact.rows_major(NOTHING_MORE, g, program, [x[order] for x in row_inputs], needs)
         spread = self.into.stats or Statistics(*(self.empty(N, dtype=self.stats) for _ in range(3)))

@@ -226,7 +226,7 @@ def small_candidates(monkeypatch):
 def test_tuned_choice_is_used_kept_and_told(small_candidates, monkeypatch, caplog):
     args = problem()
     with fresh_cache(), caplog.at_level("INFO", "flce_inductor"):
-        with fresh(autotune=True):
+        with fresh(autotune=True, skip_ignored=False):
             _, code = run_and_get_code(lambda: torch.compile(mean, backend="flce_inductor")(*args).backward())
         (file,) = os.listdir(os.path.join(lowering.cache_dir(), "flce_inductor"))
         with open(os.path.join(lowering.cache_dir(), "flce_inductor", file)) as kept:
@@ -240,7 +240,7 @@ def test_tuned_choice_is_used_kept_and_told(small_candidates, monkeypatch, caplo
         assert f"{how}, {order == 'vocabulary-major'}, 'library'" in code[0]
         # a second compilation, or process, measures nothing
         monkeypatch.setattr(lowering, "_Benchmark", None)
-        with fresh(autotune=True):
+        with fresh(autotune=True, skip_ignored=False):
             (site,) = flce_inductor.explain(mean, *args)
         assert site.tuned.startswith(f"{chunk_size} rows {order} library, of ")
         assert f"tuned: {chunk_size} rows" in str(site)
@@ -296,16 +296,32 @@ def test_candidates_that_do_not_fit_are_not_tried(small_candidates, monkeypatch)
         return site
 
     monkeypatch.setattr(lowering._Problem, "of", staticmethod(spy))
-    with fresh(autotune=True), fresh_cache():
+    with fresh(autotune=True, skip_ignored=False), fresh_cache():
         flce_inductor.explain(mean, *problem())
         assert len(ran) == 6
     needed = site.bytes(Candidate(8, Plan(False)))
     assert needed < site.bytes(Candidate(16, Plan(False))) and needed < site.bytes(Candidate(8, Plan(True)))
     ran.clear()
     monkeypatch.setattr(lowering, "_available", lambda device: needed / 0.9 + 1)
-    with fresh(autotune=True), fresh_cache():
+    with fresh(autotune=True, skip_ignored=False), fresh_cache():
         flce_inductor.explain(mean, *problem())
     assert ran == [Candidate(8, Plan(False))]
+
+
+def test_times_that_were_taken_while_memory_was_short_are_not_all(small_candidates, monkeypatch):
+    args, ran, benchmark = problem(), [], lowering._Benchmark.__call__
+    monkeypatch.setattr(lowering._Benchmark, "__call__", lambda self, c: ran.append(len(c)) or benchmark(self, c))
+    with fresh(autotune=True, skip_ignored=False), fresh_cache():
+        for memory, tried in ((0, [1]), (0, []), (1 << 40, [6]), (1 << 40, []), (0, [])):
+            monkeypatch.setattr(lowering, "_available", lambda device, memory=memory: memory)
+            ran.clear()
+            flce_inductor.explain(mean, *args)
+            assert ran == tried
+
+
+def test_memory_of_a_benchmark_includes_all_of_h():
+    tall = SITE._replace(N=400_000, H=512, V=200)
+    assert tall.bytes(Candidate(64, Plan(False))) > 400_000 * 512 * 2
 
 
 SITE = lowering._Problem(

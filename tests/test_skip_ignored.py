@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from util import CompileCounterWithBackend, fresh
 
 import flce_inductor
@@ -402,6 +402,82 @@ def test_explicit_function_in_compiled_code(reduction, setting, device, products
         assert sum(products) == (count if counted else 300)
         if not more:
             assert_close(got, want, torch.float32)
+
+
+@pytest.mark.parametrize("autotune", [False, True])
+def test_explicit_function_after_stock_inductor(autotune, monkeypatch):
+    """Stock Inductor keeps a layout constraint for the op, which knows how many arguments it was traced with."""
+    monkeypatch.setattr(chunking, "candidates", lambda *args: [16, 32])
+    h, weight, target = problem(N=40, V=160)
+
+    def fn(h, weight, target):
+        return flce_inductor.linear_cross_entropy(h, weight, target)
+
+    with fresh_cache():
+        torch.compile(fn, backend="inductor")(h, weight, target)
+        got = gradients(fn, (h, weight, target), autotune=autotune)
+    assert_close(got, gradients(mean, (h, weight, target), False), torch.float32)
+
+
+def test_labels_of_chance_are_drawn_in_their_turn():
+    """Were they drawn when the graph starts, dropout would see other numbers."""
+
+    def step(h, weight, target):
+        h = F.dropout(h, 0.5)
+        return mean(h, weight, torch.randint(len(weight), target.shape))
+
+    args, losses = problem(), []
+    for setting in ("auto", True, False):
+        with fresh(skip_ignored=setting), torch._inductor.config.patch(fallback_random=True):
+            torch.manual_seed(3)
+            losses.append(float(torch.compile(step, backend="flce_inductor")(*args)))
+    torch.manual_seed(3)
+    assert losses == pytest.approx([float(step(*args))] * 3, rel=1e-5)
+
+
+def test_tuner_leaves_ignored_rows_out(monkeypatch, products):
+    """The vocabulary-major order computes all rows, so it isn't tried."""
+    monkeypatch.setattr(chunking, "candidates", lambda *args: [16, 32])
+    h, weight, target = problem()
+    with torch.no_grad():
+        h[target == IGNORE] = float("nan")
+    for setting, tried in ((True, False), (False, True)):
+        with fresh(skip_ignored=setting, autotune=True), fresh_cache():
+            (site,) = flce_inductor.explain(torch.compile(mean, backend="flce_inductor"), h, weight, target)
+        assert bool(site.skips) is setting and ("vocabulary-major" in site.tuned) is tried
+    with fresh_cache():
+        assert all(x.isfinite().all() for x in gradients(mean, (h, weight, target), autotune=True))
+
+
+def test_report_of_two_losses_on_one_line():
+    def loss(h, weight, target, smoothing):
+        return F.cross_entropy(F.linear(h, weight), target, label_smoothing=smoothing)
+
+    def step(h, weight, other, target):
+        return loss(h, weight, target, 0.0) + loss(h, other, target, 0.1)
+
+    h, weight, target = problem()
+    with fresh():
+        compiled = torch.compile(step, backend="flce_inductor")
+        sites = flce_inductor.explain(compiled, h, weight, weight.detach().clone().requires_grad_(), target)
+    assert sites[0].where == sites[1].where
+    assert [(site.skips, site.skip_reason) for site in sites] == [(True, None), (False, Reason.ALL_ROWS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_frozen_hidden_states_are_gathered_chunk_by_chunk(dtype, monkeypatch):
+    seen, gather = [], torch.index_select
+    monkeypatch.setattr(torch, "index_select", lambda *args, **more: seen.append(len(args[2])) or gather(*args, **more))
+    h, weight, target = problem(dtype=dtype)
+    h = h.detach()
+    with fresh(chunk_size=64):
+        loss = flce_inductor.linear_cross_entropy(h, weight, target)
+    (dweight,) = torch.autograd.grad(loss, weight)
+    count = int((target != IGNORE).sum())
+    chunks = [64] * (count // 64) + [count % 64]
+    assert seen == (chunks if dtype == torch.float32 else [count])  # float16's scale depends on all that count
+    want = gradients(mean, (h.requires_grad_(), weight, target), False)
+    assert_close((loss.detach(), dweight), (want[0], want[2]), dtype)
 
 
 @pytest.mark.parametrize("_", [pytest.param(0, marks=gpu)])

@@ -16,7 +16,7 @@ from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves
 
 from .. import _compat, chunking, config, ops
-from ..explain import Reason, Site, given_by, given_to, record, record_graph, where
+from ..explain import Reason, Site, frames, given_by, given_to, record, record_graph, where
 from ..runtime import Want
 from . import anchors, sharded
 from .anchors import NO_LABEL, Reader, Rows
@@ -79,7 +79,7 @@ def rewrite(graph: torch.fx.Graph) -> None:
     over_shards: list[tuple[Node, sharded.Head, Site]] = []
     for node in graph.nodes:
         if anchors.is_loss(node):
-            sites.append(site := Site(where(node), anchors.describe(node)))
+            sites.append(site := Site(where(node), anchors.describe(node), frames=frames(node)))
             try:
                 if path := sharded.path_of(node):
                     over_shards.append((node, sharded.head_of(node, path), site))
