@@ -71,7 +71,7 @@ def results(cache_dir, kind):
 def test_second_process(tmp_path):
     cold, warm = results(tmp_path, "cold")["first"], results(tmp_path, "warm")
     assert all(x["error"] < 1e-6 for x in (cold, *warm.values()))
-    assert cold["hits"] == [0, 0] and cold["misses"] == [1, 2] and cold["tuned"] > 1
+    assert cold["hits"] == [0, 0] and cold["misses"] == [1, 2] and cold["tuned"] >= 1
 
     first = warm["first"]
     assert first["hits"] == [1, 2] and first["misses"] == [0, 0]
