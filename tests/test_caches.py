@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from flce_inductor import kernels, lowering
 
-KEYS = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.chunk_size": 16, "flce_inductor.autotune": True}
+KEYS = {"flce_inductor.min_logits_bytes": 0, "flce_inductor.chunk_size": 16, "flce_inductor.autotune": True,
+        "flce_inductor.skip_ignored": False}  # which leaves the tuner both orders
 lines, tuned, results = [], [], {}
 logger = logging.getLogger("flce_inductor")
 logger.setLevel(logging.INFO)
@@ -71,7 +72,7 @@ def results(cache_dir, kind):
 def test_second_process(tmp_path):
     cold, warm = results(tmp_path, "cold")["first"], results(tmp_path, "warm")
     assert all(x["error"] < 1e-6 for x in (cold, *warm.values()))
-    assert cold["hits"] == [0, 0] and cold["misses"] == [1, 2] and cold["tuned"] >= 1
+    assert cold["hits"] == [0, 0] and cold["misses"] == [1, 2] and cold["tuned"] > 1
 
     first = warm["first"]
     assert first["hits"] == [1, 2] and first["misses"] == [0, 0]
