@@ -246,7 +246,8 @@ def _times(problem: _Problem, settings: config.Settings) -> dict[Candidate, floa
     candidates = problem.candidates(settings)
     key = hashlib.sha256(repr((problem, candidates, _environment(problem.device))).encode()).hexdigest()
     path = os.path.join(cache_dir(), "flce_inductor", f"{key}.json")
-    fitting = [c for c in candidates if problem.bytes(c) < 0.9 * _available(problem.device)] or candidates[:1]
+    room = 0.9 * _available(problem.device)
+    fitting = [c for c in candidates if problem.bytes(c) < room] or candidates[:1]
     kept = _kept_times(path, candidates)
     if kept.keys() >= set(fitting):  # what didn't fit when they were taken may fit now
         return kept
