@@ -306,9 +306,10 @@ def _config(V: int, key: RowsKey, itemsize: int) -> tuple[int, int]:
     """(BLOCK, num_warps): 16 elements of a 16-bit slab per thread and 32 warps were the best of 14 configurations on an
     H200 for V from 32000 to 262144, within 2 %, but where half of it leaves less of the last block unused (50257).
     Twice the bytes halve the block, and so do float64, and argmax or zsum with pz, for want of registers: 1024 threads
-    have 64 each."""
+    have 64 each. With 16 bits zsum and pz take half the threads, too."""
     per_warp = 1024 // itemsize
-    if key.float64 or key.argmax or (key.zsum and key.pz):
+    sums = key.zsum and key.pz
+    if key.float64 or key.argmax or sums:
         per_warp //= 2
     block = 16
     while block < V and block < 32 * per_warp:
@@ -316,7 +317,7 @@ def _config(V: int, key: RowsKey, itemsize: int) -> tuple[int, int]:
     if block > 16 and -(-V // block) * block > 1.05 * (-(-V // (block // 2)) * (block // 2)):
         block //= 2
     # 1024 threads are the most that a block has: 16 warps of 64 lanes on AMD.
-    most_warps = 16 if torch.version.hip else 32
+    most_warps = 16 if torch.version.hip or (sums and itemsize == 2) else 32
     return block, min(block // (per_warp // 2) or 1, most_warps)
 
 

@@ -89,7 +89,7 @@ def _run(
         [s for s, wanted in zip(stats, (True, True, True, *want), strict=False) if wanted],
         grads[0] if needs[0] else None,
         grads[1] if needs[1] and not own else None,
-        _slab(h, weight.shape[0], chunk_size, {recompute, columns_first}),
+        _slab(h, weight.shape[0], chunk_size, {recompute, columns_first or not any(needs)}),
     )
     if grads:
         grads = [grads[0], own_dweight if own else grads[1], dbias, unscale]

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import chunking, kernels
 from .kernels import Cotangents, Epilogue, Statistics
 
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
@@ -491,16 +491,34 @@ def run(
                 for grad in grads[:3]:
                     kernels.scale_(grad, grads.unscale)
         elif plan.vocabulary_major and any(needs):
-            stats, _ = head.rows_major(want, g, None, (), NO_GRADIENTS)
+            stats = head.statistics(want)
             g = g if computed is None else computed(stats, row_inputs)
             grads = head.vocabulary_major(stats, g, needs)
         elif (count := _worth(counted, len(h), needs)) is not None:
             stats, grads = head.counted(count, g, computed, row_inputs, needs)
-        else:
+        elif any(needs):
             stats, grads = head.rows_major(want, g, computed, row_inputs, needs)
+        else:
+            stats, grads = head.statistics(want), head.no_gradients()
     if not on_cpu:  # last, as the device has something to do while its launches are prepared
         check_labels(target, weight.shape[0], how.ignore_index)
     return stats, grads
+
+
+def _merge_(total: Statistics, part: Statistics, before: Tensor) -> None:
+    """total becomes what the columns of both have; before: the rows whose label is among those of total."""
+    largest = torch.maximum(total.max, part.max)
+    below = [(x.max - largest) + x.logsum for x in (total, part)]
+    torch.logaddexp(*below, out=total.logsum)
+    # of nothing but -inf, nll is the difference of two infinities
+    nll = [
+        torch.where(lse == -torch.inf, 0.0, x.nll) + (total.logsum - lse)
+        for x, lse in zip((total, part), below, strict=True)
+    ]
+    torch.where(before, *nll, out=total.nll)
+    total.max.copy_(largest)
+    if total.zsum is not None:
+        total.zsum.add_(part.zsum)
 
 
 class _Head:
@@ -613,6 +631,38 @@ class _Head:
         unscale = torch.ones((), dtype=self.stats, device=self.device) if scale is None else 1.0 / scale
         return Gradients(dh, dweight, dbias, unscale)
 
+    def no_gradients(self) -> Gradients:
+        return self.finish(self.empty(0), self.weight.new_empty(0), self.empty(0, dtype=self.stats), None)
+
+    def new_statistics(self, want: Want) -> Statistics:
+        N = self.N
+        return Statistics(
+            *(self.empty(N, dtype=self.stats) for _ in range(3)),
+            self.empty(N, dtype=self.stats) if want.zsum else None,
+            self.empty(N, dtype=self.stats) if want.pz else None,
+            self.empty(N, dtype=torch.int64) if want.argmax else None,
+        )
+
+    def statistics(self, want: Want) -> Statistics:
+        """The statistics alone. Where chunks have so few rows that reading the weight for each is what takes the time,
+        they are put together from those of blocks of columns."""
+        N, V = self.N, self.V
+        by_rows = self.rows == N or N > V or not chunking.statistics_first(self.rows, self.dtype, self.device)
+        if by_rows or want.pz or want.argmax:
+            return self.rows_major(want, Cotangents(), None, (), NO_GRADIENTS)[0]
+        total, part = self.into.stats or self.new_statistics(want), self.new_statistics(want)
+        blocks = self.blocks(min(block_columns(N, V, self.rows), V))
+        slab_columns, rows = self.slab(N, blocks[0].stop), slice(0, N)
+        for columns in blocks:
+            slab = slab_columns[:, : columns.stop - columns.start]
+            self.logits_(slab, rows, columns)
+            into = part if columns.start else total
+            self.rows_(slab, rows, into, None, stats=True, grad=False, columns=columns)
+            if columns.start:
+                _merge_(total, part, self.target < columns.start)
+        total.nll.masked_fill_(self.target == self.how.ignore_index, 0)
+        return total
+
     def rows_major(self, want, g, program, row_inputs, needs) -> tuple[Statistics, Gradients]:
         N, V, rows = self.N, self.V, self.rows
         grad = any(needs)
@@ -628,12 +678,7 @@ class _Head:
 
         chunk = slice(0, min(rows, N))
         slab = logits_of(chunk)  # so that the device has something to do while the rest is prepared
-        stats = self.into.stats or Statistics(
-            *(self.empty(N, dtype=self.stats) for _ in range(3)),
-            self.empty(N, dtype=self.stats) if want.zsum else None,
-            self.empty(N, dtype=self.stats) if want.pz else None,
-            self.empty(N, dtype=torch.int64) if want.argmax else None,
-        )
+        stats = self.into.stats or self.new_statistics(want)
         g = Cotangents(*(None if x is None else x.contiguous() for x in g))
         dh = self.dh(needs.dh, self.dtype)
         accumulator = accumulator_dtype(self.weight.dtype, self.how.accum_dtype, -(-N // rows))

@@ -1005,7 +1005,7 @@ def test_configuration_follows_the_vocabulary_and_the_registers(V, block, warps)
     assert kernels._config(V, FULL._replace(pz=True, function="tanh"), 2) == (block, warps)
     assert kernels._config(V, RICH, 2)[0] == min(block, 4096 if V == 50257 else 8192)
     assert kernels._config(V, RICH, 8)[0] == min(block, 2048)
-    assert kernels._config(128256, RICH, 2)[1] == 32
+    assert [kernels._config(128256, RICH, itemsize)[1] for itemsize in (2, 4)] == [16, 32]
 
 
 # ---------------------------------------------------------------- rows_: which implementation, and the fallback

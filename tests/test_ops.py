@@ -235,6 +235,37 @@ class TestNumbers:
         check_statistics(got, stats, want)
         check_gradients(grads, reference(head, random_cotangents(50, ("nll",)))[1])
 
+    @pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda e: f"{e.function}{e.scale:.2g}")
+    @pytest.mark.parametrize("V", [130, 256, 257])
+    def test_statistics_of_blocks_of_columns(self, epilogue, V, monkeypatch):
+        """Small chunks: the statistics come from blocks of columns that all rows share, in the memory of a chunk."""
+        head, want = problem(V=V, class_weight=True), Want(zsum=True)
+        head.target[1:9] = torch.tensor([0, 63, 64, 127, 128, V - 1, -100, 129])
+        stats, _ = reference(head, epilogue=epilogue)
+        monkeypatch.setattr(runtime._Head, "rows_major", None)
+        with Allocations(head) as seen:
+            check_statistics(row_stats(head, how(8, epilogue=epilogue), want), stats, want)
+        assert max(seen.sizes) <= 50 * 64
+
+    def test_statistics_of_blocks_of_columns_that_hold_infinities(self, monkeypatch):
+        """Excluded classes, a whole block of them and the label's too; a row of nothing else; NaN and inf; logits so
+        large that their sum with a logarithm has no digits left."""
+        head = problem(V=256, dtype=torch.float32, bias=False)
+        head.target[:9] = torch.tensor([70, 200, 3, 3, 130, 250, 70, -100, -100])
+        h, weight, bias = torch.zeros_like(head.h), torch.zeros_like(head.weight), torch.zeros(256)
+        weight[:, 0], bias[64:128] = torch.arange(256) / 64, -torch.inf
+        h[:, 0] = 1
+        h[[1, 2, 4, 5, 7], 0] = torch.tensor([1e7, 0, torch.nan, torch.inf, torch.nan])
+        head = head._replace(h=h, bias=bias)
+        monkeypatch.setattr(runtime._Head, "rows_major", None)
+        for masked in (bias, torch.full_like(bias, -torch.inf)):
+            head = head._replace(bias=masked)
+            got = row_stats(head, how(8))
+            z = F.linear(head.h, head.weight, masked)
+            nll = F.cross_entropy(z.double(), head.target, reduction="none").float()
+            torch.testing.assert_close(got.nll, nll, equal_nan=True)
+            torch.testing.assert_close(got.max + got.logsum, z.double().logsumexp(1).float(), equal_nan=True)
+
     @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
     @pytest.mark.parametrize("order", ["rows-major", "vocabulary-major"])
     def test_only_what_is_needed(self, needs, order):
