@@ -38,6 +38,7 @@ from .kernels import Cotangents, Epilogue, Statistics
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
 _FP16_LIMIT = 2.0**15  # half of float16's largest number
 _PAD = 64  # elements; the slab's leading dimension is a multiple of it
+_MOST_BLOCKS = 64  # whose statistics are kept side by side: 12 bytes each for a row of h
 _ALIGN = 8  # a 16-bit GEMM whose V is not a multiple of it runs 6 to 8 times slower
 
 
@@ -505,20 +506,20 @@ def run(
     return stats, grads
 
 
-def _merge_(total: Statistics, part: Statistics, before: Tensor) -> None:
-    """total becomes what the columns of both have; before: the rows whose label is among those of total."""
-    largest = torch.maximum(total.max, part.max)
-    below = [(x.max - largest) + x.logsum for x in (total, part)]
-    torch.logaddexp(*below, out=total.logsum)
+def _merge_(total: Statistics, parts: Statistics, starts: Tensor, target: Tensor) -> None:
+    """total [N] becomes the statistics of all columns, from those of blocks of them, parts [blocks, N].
+
+    starts: the first column of each block. nll is that of the block that has the label.
+    """
+    torch.amax(parts.max, 0, out=total.max)
+    below = (parts.max - total.max).add_(parts.logsum)
+    torch.logsumexp(below, 0, out=total.logsum)
+    block = (torch.bucketize(target, starts, right=True) - 1).clamp_(min=0)[None]
+    lse, nll = (x.gather(0, block)[0] for x in (below, parts.nll))
     # of nothing but -inf, nll is the difference of two infinities
-    nll = [
-        torch.where(lse == -torch.inf, 0.0, x.nll) + (total.logsum - lse)
-        for x, lse in zip((total, part), below, strict=True)
-    ]
-    torch.where(before, *nll, out=total.nll)
-    total.max.copy_(largest)
+    torch.add(torch.where(lse == -torch.inf, 0.0, nll), total.logsum - lse, out=total.nll)
     if total.zsum is not None:
-        total.zsum.add_(part.zsum)
+        torch.sum(parts.zsum, 0, out=total.zsum)
 
 
 class _Head:
@@ -647,19 +648,22 @@ class _Head:
         """The statistics alone. Where chunks have so few rows that reading the weight for each is what takes the time,
         they are put together from those of blocks of columns."""
         N, V = self.N, self.V
-        by_rows = self.rows == N or N > V or not chunking.statistics_first(self.rows, self.dtype, self.device)
-        if by_rows or want.pz or want.argmax:
+        width = min(block_columns(N, V, self.rows), V)
+        blocks = self.blocks(width)
+        few = chunking.statistics_first(self.rows, self.dtype, self.device) and self.rows < N <= V
+        if not few or len(blocks) > _MOST_BLOCKS or want.pz or want.argmax:
             return self.rows_major(want, Cotangents(), None, (), NO_GRADIENTS)[0]
-        total, part = self.into.stats or self.new_statistics(want), self.new_statistics(want)
-        blocks = self.blocks(min(block_columns(N, V, self.rows), V))
-        slab_columns, rows = self.slab(N, blocks[0].stop), slice(0, N)
-        for columns in blocks:
+        total, rows = self.into.stats or self.new_statistics(want), slice(0, N)
+        parts = Statistics(*(None if x is None else self.empty(len(blocks), N, dtype=self.stats) for x in total))
+        slab_columns = self.slab(N, width)
+        for i, columns in enumerate(blocks):
             slab = slab_columns[:, : columns.stop - columns.start]
             self.logits_(slab, rows, columns)
-            into = part if columns.start else total
-            self.rows_(slab, rows, into, None, stats=True, grad=False, columns=columns)
-            if columns.start:
-                _merge_(total, part, self.target < columns.start)
+            part = Statistics(*(None if x is None else x[i] for x in parts))
+            self.rows_(slab, rows, part, None, stats=True, grad=False, columns=columns)
+        starts = torch.arange(len(blocks), device=self.device) * width
+        starts[-1:].fill_(blocks[-1].start)
+        _merge_(total, parts, starts, self.target)
         total.nll.masked_fill_(self.target == self.how.ignore_index, 0)
         return total
 
