@@ -7,8 +7,8 @@
     python -m benchmarks.train --preset tiny --lengths 64,128 --device cpu
 
 A step is the forward, the backward, a fused AdamW and the freeing of gradients. The model is plain PyTorch (RMSNorm,
-rotary attention, SwiGLU, a head without bias), its parameters in --dtype or, with --autocast, in float32. compile and
-ours compile the function from the tokens to the loss; of providers that are called by hand (benchmarks/peers.py) the
+rotary attention, SwiGLU, a head without bias), its parameters in --dtype or, with --autocast, in float32. compile,
+ours and dense (all rows, ignored or not) compile the function from the tokens to the loss; of providers that are called by hand (benchmarks/peers.py) the
 model up to the hidden states is compiled. All share one model and one optimizer, and take turns.
 
 One JSON line per length, or per length and provider with --largest and --timeline. Before anything is timed the loss
@@ -162,6 +162,8 @@ class Bench:
             return spec, peers.compiled(loss, dynamic=dynamic)
         if spec == "ours":
             return "ours C=auto", peers.ours(loss, dynamic=dynamic)
+        if spec == "dense":
+            return "ours dense", peers.ours(loss, dynamic=dynamic, skip_ignored=False)
         name, by_hand = peers.make(spec, self.dtype)
         body = peers.compiled(hidden, dynamic=dynamic)
 
