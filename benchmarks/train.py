@@ -7,9 +7,10 @@
     python -m benchmarks.train --preset tiny --lengths 64,128 --device cpu
 
 A step is the forward, the backward, a fused AdamW and the freeing of gradients. The model is plain PyTorch (RMSNorm,
-rotary attention, SwiGLU, a head without bias), its parameters in --dtype or, with --autocast, in float32. compile,
-ours and dense (all rows, ignored or not) compile the function from the tokens to the loss; of providers that are called by hand (benchmarks/peers.py) the
-model up to the hidden states is compiled. All share one model and one optimizer, and take turns.
+rotary attention, SwiGLU, a head without bias), its parameters in --dtype or, with --autocast, in float32. compile, ours
+and dense (ours, that leaves no row out) compile the function from the tokens to the loss; of providers that are called
+by hand (benchmarks/peers.py) the model up to the hidden states is compiled. All share one model and one optimizer, and
+take turns.
 
 One JSON line per length, or per length and provider with --largest and --timeline. Before anything is timed the loss
 and the gradients of the head and of the first layer are compared with those of eager whose head and loss are computed

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import chunking, kernels
+from . import kernels
 from .kernels import Cotangents, Epilogue, Statistics
 
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
@@ -647,6 +647,8 @@ class _Head:
     def statistics(self, want: Want) -> Statistics:
         """The statistics alone. Where chunks have so few rows that reading the weight for each is what takes the time,
         they are put together from those of blocks of columns."""
+        from . import chunking  # imports Dynamo
+
         N, V = self.N, self.V
         width = min(block_columns(N, V, self.rows), V)
         blocks = self.blocks(width)
