@@ -228,7 +228,7 @@ def ignored(lines: list[dict]) -> Figure:
 
 def chunk_curve(lines: list[dict]) -> Figure:
     """Time relative to torch.compile's, and the slab, over the rows of a chunk."""
-    shapes = grouped(lines, "N", "H", "V")
+    shapes, highest = grouped(lines, "N", "H", "V"), 0.0
     for ax, (shape, of) in zip(panels(len(shapes), sharey=True), shapes.items(), strict=True):
         base = next(line["ms"] for line in of if line["provider"] == "compile")
         points = sorted((line for line in of if "slab_mib" in line), key=lambda line: line["rows"])
@@ -240,10 +240,13 @@ def chunk_curve(lines: list[dict]) -> Figure:
                     at = p["rows"], p["ms"] / base
                     ax.plot(*at, marker, color=GREY, markersize=11)
                     ax.annotate(name, at, (0, dy), textcoords="offset points", ha="center", color=GREY)
-        for p in points[:: max(1, len(points) // 4)]:
-            at = p["rows"], p["ms"] / base
-            ax.annotate(f"{p['slab_mib']:.0f} MiB", at, (4, -14), textcoords="offset points", color=GREY, size=8)
+        for i, p in enumerate(points):
+            at, place = (p["rows"], p["ms"] / base), {"xytext": (0, -26 if i % 2 else -15), "ha": "center"}
+            ax.annotate(f"{p['slab_mib']:.0f} MiB", at, textcoords="offset points", color=GREY, size=7, **place)
         ax.set_xscale("log", base=2)
+        ax.margins(x=0.1)
+        highest = max(highest, *(p["ms"] / base for p in points))
+        ax.set_ylim(0, 1.1 * highest)
         title = "N={} H={} V={}".format(*shape)
         figure = finish(ax, title, "rows in a chunk (slab)", "time / torch.compile's", ax is ax.figure.axes[0])
     return figure

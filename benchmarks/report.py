@@ -180,6 +180,7 @@ _COLUMNS = {
     "ours in place": "flce_inductor, in place",
     "ours C=auto": "flce_inductor",
     "ours tuned": "tuned",
+    "ours dense": "all rows",
     "ours C=256": "256 rows",
     "ours C=1024": "1024 rows",
 }
@@ -191,14 +192,20 @@ def providers(lines: list[dict]) -> str:
 
 
 def cross_entropy(lines: list[dict]) -> str:
-    """Logits that exist."""
-    return _pivot(lines, "N x V, loss", lambda x: "{N} x {V}, {form}".format(**x), _COLUMNS)
+    """Logits that exist; the error is the largest of one row's loss, where the loss has rows."""
+
+    def cell(line: dict | None) -> str:
+        if line is None or "ms" not in line:
+            return _cell(line)
+        error = f", {line['token_err']:.4f}" if "token_err" in line else ""
+        return f"{line['ms']:.2f} ms, {line['peak_plus_mib']:.0f} MiB{error}{_wrong(line)}"
+
+    return _pivot(lines, "N x V, loss", lambda x: "{N} x {V}, {form}".format(**x), _COLUMNS, cell)
 
 
 def ignored(lines: list[dict]) -> str:
     """Time over the share of labels that are ignored, and in brackets as a share of that of all rows."""
-    columns = {**_COLUMNS, "ours dense": "all rows", "ours dense-graphs": "all rows, CUDA graphs"}
-    columns["ours graphs"] = "flce_inductor, CUDA graphs"
+    columns = {**_COLUMNS, "ours dense-graphs": "all rows, CUDA graphs", "ours graphs": "flce_inductor, CUDA graphs"}
 
     def at(line: dict) -> str:
         return "{:.0%}, {}".format(line["ignored"], line["pattern"]) if "ignored" in line else ""
@@ -233,6 +240,19 @@ def largest(lines: list[dict]) -> str:
     return _pivot(lines, "model", lambda x: "{preset}, {layers} layers".format(**x), _COLUMNS, cell)
 
 
+def compile_time(lines: list[dict]) -> str:
+    """Seconds from the call of torch.compile to the first gradient, beside torch.compile's."""
+    names = {"compile": "torch.compile", "ours": "flce_inductor", "tuned": "tuned"}
+    stock = {x["state"]: x for x in lines if x["provider"] == "compile"}
+    rows = []
+    for x in lines:
+        name = names.get(x["provider"], x["provider"].replace("C=", "chunk_size="))
+        more = x["seconds"] + x["import_seconds"] - stock[x["state"]]["seconds"]
+        times = [f"{x[key]:.2f} s" for key in ("seconds", "seconds_min", "import_seconds")]
+        rows.append([f"{name}, {x['state']}", *times, "" if x["provider"] == "compile" else f"{more:+.2f} s"])
+    return _table(["", "median", "least", "import", "import and median beside torch.compile's"], rows)
+
+
 TABLES = {  # a kind of results, of a card, and what makes the table
     "shapes": ("shapes", "h200", shapes),
     "same memory": ("shapes", "h200", same_memory),
@@ -248,7 +268,9 @@ TABLES = {  # a kind of results, of a card, and what makes the table
     "ignored": ("ignored", "h200", ignored),
     "ignored on a CPU": ("ignored", "cpu", ignored),
     "train": ("train", "h200", train),
+    "train dense": ("train-dense", "h200", train),
     "largest": ("largest", "h200", largest),
+    "compile time": ("compile-time", "h200", compile_time),
     "cpu": ("shapes", "cpu", providers),
 }
 
