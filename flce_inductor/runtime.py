@@ -17,6 +17,8 @@ its part of dweight is one product, rounded once, and what accumulates is dh, wh
         dweight[columns] = slab.T @ h
         dh (+)= slab @ weight[columns]           in float32
 
+Statistics alone come from chunks of rows, or, where those are small, from blocks of columns, put together at the end.
+
 Nothing here waits for the device: counts, scales and the check of the labels stay on it.
 """
 
