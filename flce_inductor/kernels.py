@@ -77,8 +77,8 @@ class Cotangents(NamedTuple):
     pz: Tensor | None = None
 
 
-def select(vectors: Statistics | Cotangents, rows: slice) -> Statistics | Cotangents:
-    """Views of those rows of each vector."""
+def select(vectors: Statistics | Cotangents, rows: slice | int) -> Statistics | Cotangents:
+    """Views of those rows of each vector, or of each matrix of them."""
     return type(vectors)(*(None if vector is None else vector[rows] for vector in vectors))
 
 

@@ -40,7 +40,7 @@ from .kernels import Cotangents, Epilogue, Statistics
 MAX_CHUNKS_IN_PARAM_DTYPE = 16  # above it "auto" accumulates in float32: 2.7 x eager's rounding error at 16 chunks
 _FP16_LIMIT = 2.0**15  # half of float16's largest number
 _PAD = 64  # elements; the slab's leading dimension is a multiple of it
-_MOST_BLOCKS = 64  # whose statistics are kept side by side: 12 bytes each for a row of h
+_MOST_BLOCKS = 64  # whose statistics are kept side by side: 12 bytes for a row each
 _ALIGN = 8  # a 16-bit GEMM whose V is not a multiple of it runs 6 to 8 times slower
 
 
@@ -600,12 +600,13 @@ class _Head:
 
     def rows_(self, slab, rows, statistics, g, *, stats, grad, scale=None, columns=slice(0, None)) -> None:
         """The rows kernel over the slab of those rows and columns."""
+        ignore_index = self.how.ignore_index - columns.start
         kernels.rows_(
             slab,
             self.target[rows] - columns.start if columns.start else self.target[rows],
             statistics,
             g,
-            self.how.ignore_index - columns.start,
+            (ignore_index + 2**63) % 2**64 - 2**63,  # int64, as the labels are
             stats=stats,
             grad=grad,
             scale=scale,
@@ -655,19 +656,26 @@ class _Head:
         width = min(block_columns(N, V, self.rows), V)
         blocks = self.blocks(width)
         few = chunking.statistics_first(self.rows, self.dtype, self.device) and self.rows < N <= V
-        if not few or len(blocks) > _MOST_BLOCKS or want.pz or want.argmax:
+        if not few or want.pz or want.argmax:
             return self.rows_major(want, Cotangents(), None, (), NO_GRADIENTS)[0]
         total, rows = self.into.stats or self.new_statistics(want), slice(0, N)
-        parts = Statistics(*(None if x is None else self.empty(len(blocks), N, dtype=self.stats) for x in total))
+        most = min(len(blocks), _MOST_BLOCKS)
+        parts = Statistics(*(None if x is None else self.empty(most, N, dtype=self.stats) for x in total))
         slab_columns = self.slab(N, width)
+        used = 0
         for i, columns in enumerate(blocks):
             slab = slab_columns[:, : columns.stop - columns.start]
             self.logits_(slab, rows, columns)
-            part = Statistics(*(None if x is None else x[i] for x in parts))
-            self.rows_(slab, rows, part, None, stats=True, grad=False, columns=columns)
-        starts = torch.arange(len(blocks), device=self.device) * width
-        starts[-1:].fill_(blocks[-1].start)
-        _merge_(total, parts, starts, self.target)
+            self.rows_(slab, rows, kernels.select(parts, used), None, stats=True, grad=False, columns=columns)
+            used += 1
+            if used == most or i + 1 == len(blocks):
+                starts = torch.arange(i + 1 - used, i + 1, device=self.device) * width
+                starts[-1:].fill_(columns.start)
+                _merge_(total, kernels.select(parts, slice(0, used)), starts, self.target)
+                for x, first in zip(total, parts, strict=True):  # stands for all columns so far
+                    if x is not None:
+                        first[0].copy_(x)
+                used = 1
         total.nll.masked_fill_(self.target == self.how.ignore_index, 0)
         return total
 

@@ -239,6 +239,7 @@ class TestNumbers:
     @pytest.mark.parametrize("V", [130, 256, 257])
     def test_statistics_of_blocks_of_columns(self, epilogue, V, monkeypatch):
         """Small chunks: the statistics come from blocks of columns that all rows share, in the memory of a chunk."""
+        monkeypatch.setattr(runtime, "_MOST_BLOCKS", 2)  # are put together at a time
         head, want = problem(V=V, class_weight=True), Want(zsum=True)
         head.target[1:9] = torch.tensor([0, 63, 64, 127, 128, V - 1, -100, 129])
         stats, _ = reference(head, epilogue=epilogue)
@@ -246,6 +247,18 @@ class TestNumbers:
         with Allocations(head) as seen:
             check_statistics(row_stats(head, how(8, epilogue=epilogue), want), stats, want)
         assert max(seen.sizes) <= 50 * 64
+
+    @pytest.mark.parametrize("ignore_index", [-(2**63), -(2**63) + 100, 2**63 - 1, 130])
+    def test_any_ignore_index_in_blocks_of_columns(self, ignore_index):
+        head, way = problem(V=256), how(8, ignore_index=ignore_index)
+        head.target[head.target == -100] = ignore_index
+        g = random_cotangents(50, ("nll", "lse"))
+        z = F.linear(head.h, head.weight, head.bias).requires_grad_()
+        nll = F.cross_entropy(z, head.target, reduction="none", ignore_index=ignore_index)
+        stats = row_stats(head, way)
+        torch.testing.assert_close(stats.nll, nll)
+        (dz,) = torch.autograd.grad((nll * g.nll + z.logsumexp(1) * g.lse).sum(), z)
+        torch.testing.assert_close(backward(head, stats, g, way).dweight, dz.t() @ head.h)
 
     def test_statistics_of_blocks_of_columns_that_hold_infinities(self, monkeypatch):
         """Excluded classes, a whole block of them and the label's too; a row of nothing else; NaN and inf; logits so
@@ -258,6 +271,7 @@ class TestNumbers:
         h[[1, 2, 4, 5, 7], 0] = torch.tensor([1e7, 0, torch.nan, torch.inf, torch.nan])
         head = head._replace(h=h, bias=bias)
         monkeypatch.setattr(runtime._Head, "rows_major", None)
+        monkeypatch.setattr(runtime, "_MOST_BLOCKS", 3)
         for masked in (bias, torch.full_like(bias, -torch.inf)):
             head = head._replace(bias=masked)
             got = row_stats(head, how(8))
