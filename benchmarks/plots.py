@@ -35,6 +35,7 @@ COLOURS = {
     "quack": "#2a9d9d",
 }
 LABELS = {
+    "floor": "three products",
     "compile": "torch.compile",
     "liger": "liger-kernel",
     "cce": "cut-cross-entropy",
@@ -159,7 +160,7 @@ def over_n(lines: list[dict]) -> Figure:
         plain(ax.yaxis)
     head = "H={H} V={V}".format(**lines[0])
     finish(memory, head, "rows N", "MiB above the inputs")
-    return finish(clock, head, "rows N", "ms", legend=False)
+    return finish(clock, head, "rows N", "ms")
 
 
 def timeline(lines: list[dict]) -> Figure:
