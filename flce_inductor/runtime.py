@@ -650,14 +650,16 @@ class _Head:
     def statistics(self, want: Want) -> Statistics:
         """The statistics alone. Where chunks have so few rows that reading the weight for each is what takes the time,
         they are put together from those of blocks of columns."""
-        from . import chunking  # imports Dynamo
-
         N, V = self.N, self.V
+        by_columns = self.rows < N <= V and not (want.pz or want.argmax)
+        if by_columns:
+            from . import chunking  # imports Dynamo, which one chunk needn't wait for
+
+            by_columns = chunking.statistics_first(self.rows, self.dtype, self.device)
+        if not by_columns:
+            return self.rows_major(want, Cotangents(), None, (), NO_GRADIENTS)[0]
         width = min(block_columns(N, V, self.rows), V)
         blocks = self.blocks(width)
-        few = chunking.statistics_first(self.rows, self.dtype, self.device) and self.rows < N <= V
-        if not few or want.pz or want.argmax:
-            return self.rows_major(want, Cotangents(), None, (), NO_GRADIENTS)[0]
         total, rows = self.into.stats or self.new_statistics(want), slice(0, N)
         most = min(len(blocks), _MOST_BLOCKS)
         parts = Statistics(*(None if x is None else self.empty(most, N, dtype=self.stats) for x in total))
