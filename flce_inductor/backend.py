@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -169,11 +170,23 @@ def tracing_backend(gm, example_inputs):
     return compile_fx(gm, example_inputs, inner_compile=_run_eagerly, config_patches=patches)
 
 
+class Traced(NamedTuple):
+    """A graph that Dynamo made."""
+
+    enabled: bool  # whether the rewrite is, for this graph by itself
+    fused: int  # its calls of linear_cross_entropy, which need no rewrite
+
+
+def _fused(gm: torch.fx.GraphModule) -> int:
+    targets = (str(node.target) for m in gm.modules() if isinstance(m, torch.fx.GraphModule) for node in m.graph.nodes)
+    return sum(bool(re.match(r"flce_inductor\.(sharded_)?row_stats(_with_grads)?(\.|$)", t)) for t in targets)
+
+
 @contextlib.contextmanager
-def tracing() -> Iterator[dict[Any, bool]]:
+def tracing() -> Iterator[dict[Any, Traced]]:
     """While open, Inductor runs the passes, with the rewrite enabled, then the graphs in eager mode.
 
-    Yields Dynamo's identifiers of the graphs, and whether the rewrite is enabled for each by itself.
+    Yields the graphs by Dynamo's identifiers.
     """
     from torch._inductor import compile_fx as module
 
@@ -183,7 +196,7 @@ def tracing() -> Iterator[dict[Any, bool]]:
         if config_patches is None:  # called by itself
             return original(gm, example_inputs, _run_eagerly, **rest)
         enabled = config_patches.get(f"{config.PREFIX}.enable", config.current().enable)
-        graphs[torch._guards.CompileContext.current_compile_id()] = enabled
+        graphs[torch._guards.CompileContext.current_compile_id()] = Traced(enabled, _fused(gm))
         patches = {**_enabled(config_patches), "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 

@@ -368,7 +368,7 @@ class Report(list[Site]):
 
     graphs: how many graphs Dynamo made. breaks: its graph breaks, each as the user's file:line and why. parts: whether
     only functions or modules that the function calls are compiled. enabled: false if the rewrite is off, but for
-    explain, where a loss is compiled.
+    explain, where a loss is compiled. fused: how often the graphs call linear_cross_entropy.
     """
 
     def __init__(
@@ -378,9 +378,10 @@ class Report(list[Site]):
         breaks: Iterable[str] = (),
         parts: bool = False,
         enabled: bool = True,
+        fused: int = 0,
     ):
         super().__init__(sites)
-        self.graphs, self.breaks, self.parts, self.enabled = graphs, list(breaks), parts, enabled
+        self.graphs, self.breaks, self.parts, self.enabled, self.fused = graphs, list(breaks), parts, enabled, fused
 
     def __str__(self) -> str:
         made = f"{self.graphs} compiled graph{'s' * (self.graphs != 1)}"
@@ -394,6 +395,8 @@ class Report(list[Site]):
                 "    to check: that the function computes with tensors, is not under torch.compiler.disable or "
                 'TORCH_COMPILE_DISABLE, and is not compiled for a backend other than "inductor" and "flce_inductor"',
             ]
+        elif self.fused:
+            lines = [f"flce_inductor: no loss to rewrite in {made}"]
         else:
             lines = [
                 f"flce_inductor: no loss found in {made}",
@@ -406,7 +409,10 @@ class Report(list[Site]):
                 'set backend="flce_inductor", options={"flce_inductor.enable": True} or '
                 "torch._inductor.config.flce_inductor.enable = True"
             )
-        if rewritten == len(self) > 0:
+        if self.fused:
+            calls = "call" if self.fused == 1 else "calls"
+            lines.append(f"    {self.fused} {calls} of linear_cross_entropy, fused with the rewrite on or off")
+        if rewritten == len(self) and (self or self.fused):
             return "\n".join(lines)
         if self.parts:
             lines.append(
@@ -463,7 +469,8 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
 
     Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
     N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
-    pass. Where something isn't rewritten, also the number of graphs and Dynamo's graph breaks.
+    pass. Calls of linear_cross_entropy are counted. Where something isn't rewritten, also the number of graphs and
+    Dynamo's graph breaks.
     """
     from torch._dynamo.utils import counters, graph_break_reasons
 
@@ -485,6 +492,8 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
             for line in _skipped(text)
         ]
         breaks = [*_breaks(graph_break_reasons[first:], new), *skipped]
-        return Report(sites, len(graphs), breaks, parts, all(graphs.get(site.attempt[0], True) for site in sites))
+        found = [graphs[site.attempt[0]] for site in sites if site.attempt[0] in graphs]
+        enabled, fused = all(graph.enabled for graph in found), sum(graph.fused for graph in graphs.values())
+        return Report(sites, len(graphs), breaks, parts, enabled, fused)
     finally:
         torch._dynamo.reset()

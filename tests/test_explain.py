@@ -146,6 +146,32 @@ def test_eager_loss_of_a_compiled_model():
     assert "that the loss is computed inside the compiled function" in str(report)
 
 
+def test_calls_of_the_explicit_function():
+    """They need no rewrite; each is counted once, and a loss beside them is reported as ever."""
+
+    def calls(h, w, t):
+        loss = flce_inductor.linear_cross_entropy(h, w, t)
+        return loss + flce_inductor.linear_cross_entropy(h, w, t, reduction="none", z_loss=1e-4).sum()
+
+    def beside(h, w, t):
+        return calls(h, w, t) + F.cross_entropy(h @ w.T, t)
+
+    def inference(h, w, t):
+        with torch.no_grad():
+            return flce_inductor.linear_cross_entropy(h, w, t)
+
+    for fn, number, sites in ((calls, "2 calls", 0), (inference, "1 call", 0), (beside, "2 calls", 1)):
+        with fresh():
+            report = flce_inductor.explain(fn, *data())
+        assert len(report) == sites and f"    {number} of linear_cross_entropy" in str(report)
+        assert ("no loss to rewrite in 1 compiled graph" in str(report)) == (sites == 0)
+        assert "no loss found" not in str(report)
+    with fresh():
+        assert "linear_cross_entropy" not in str(
+            flce_inductor.explain(lambda h, w, t: F.cross_entropy(h @ w.T, t), *data())
+        )
+
+
 def mesh():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
