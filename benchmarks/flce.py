@@ -1,9 +1,9 @@
 """Time and peak memory of forward + backward of mean cross entropy over a linear head, side by side.
 
     python -m benchmarks.flce --shapes 8192x4096x128256 --providers floor,compile,liger,ours,C=1024
-    python -m benchmarks.flce --preset readme                   # H200: 7 minutes
+    python -m benchmarks.flce --preset readme                   # H200: 4 minutes
     python -m benchmarks.flce --preset writeups                 # H200: 6 minutes
-    python -m benchmarks.flce --preset peers                    # H200: 7 minutes
+    python -m benchmarks.flce --preset peers                    # H200: 5 minutes
     python -m benchmarks.flce --over N --shapes 1024x4096x128256 --most 131072 --repeats 5       # H200: 4 minutes
     python -m benchmarks.flce --preset cpu --device cpu --repeats 5         # one thread: 10 minutes
 

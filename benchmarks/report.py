@@ -220,6 +220,22 @@ def ignored(lines: list[dict]) -> str:
     return _pivot([line for line in lines if "missing" not in line], "ignored", at, columns, cell)
 
 
+def nothing_ignored(lines: list[dict]) -> str:
+    """Losses alone and whole steps: counting the rows beside computing all."""
+    dense = {_labels(x): x for x in lines if x["provider"] == "ours dense"}
+    rows = []
+    for at, auto in ((_labels(x), x) for x in lines if x["provider"] == "ours C=auto"):
+        ratios = (f"{auto[key] / dense[at][key]:.3f}" for key in ("ms", "idle_ms"))
+        rows.append([at, f"{auto['ms']:.2f} ms", f"{dense[at]['ms']:.2f} ms", *ratios])
+    return _table(["", '"auto"', "all rows", "ratio", "from an idle device"], rows)
+
+
+def _labels(line: dict) -> str:
+    if "pattern" in line:
+        return "the loss alone, labels of {pattern!r}".format(**line).replace("'", "`")
+    return "a step of {preset}, {batch} x {length} tokens".format(**line)
+
+
 def train(lines: list[dict]) -> str:
     """Whole steps."""
 
@@ -237,7 +253,11 @@ def largest(lines: list[dict]) -> str:
     def cell(line: dict | None) -> str:
         return f"{line['batch']} x {line['length']} tokens" if line else ""
 
-    return _pivot(lines, "model", lambda x: "{preset}, {layers} layers".format(**x), _COLUMNS, cell)
+    def at(line: dict) -> str:
+        what = "one sequence" if line["batch"] == 1 else "sequences of {length}".format(**line)
+        return "{preset}, {layers} layers: ".format(**line) + what
+
+    return _pivot(lines, "model", at, _COLUMNS, cell)
 
 
 def compile_time(lines: list[dict]) -> str:
@@ -268,7 +288,7 @@ TABLES = {  # a kind of results, of a card, and what makes the table
     "ignored": ("ignored", "h200", ignored),
     "ignored on a CPU": ("ignored", "cpu", ignored),
     "train": ("train", "h200", train),
-    "train dense": ("train-dense", "h200", train),
+    "nothing ignored": ("nothing-ignored", "h200", nothing_ignored),
     "largest": ("largest", "h200", largest),
     "compile time": ("compile-time", "h200", compile_time),
     "cpu": ("shapes", "cpu", providers),

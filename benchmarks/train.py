@@ -1,6 +1,6 @@
 """A whole training step of a Llama-shaped model: tokens per second, peak memory, and what fits.
 
-    python -m benchmarks.train --preset 1B-like --lengths 2048,8192,32768              # H200: 8 minutes
+    python -m benchmarks.train --preset 1B-like --lengths 2048,8192,32768              # H200: 5 minutes
     python -m benchmarks.train --preset 8B-head --lengths 2048,8192,32768              # H200: 5 minutes
     python -m benchmarks.train --preset 8B-head --lengths 8192 --largest batch         # H200: 5 minutes
     python -m benchmarks.train --preset 8B-head --lengths 8192 --timeline              # H200: 2 minutes

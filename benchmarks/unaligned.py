@@ -1,6 +1,6 @@
 """Speed over the alignment of the vocabulary: classes that a GEMM's 16-byte rows divide, and those that they don't.
 
-    python -m benchmarks.unaligned                              # H200: 6 minutes
+    python -m benchmarks.unaligned                              # H200: 3 minutes
     python -m benchmarks.unaligned --offsets 0,1,8 --others ""  # H200: 2 minutes
 
 Vocabularies of --base plus each of --offsets (a token added, or padding), and --others. One JSON line per vocabulary

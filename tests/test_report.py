@@ -80,6 +80,25 @@ def test_a_peer_that_fails_the_gate_is_shown_with_its_error(tmp_path, monkeypatc
     assert "| 8 x 2 x 4, float16 | 1.2 ms, 3 MiB (error 2.1%) |" in report.table("peers")
 
 
+def test_nothing_ignored(tmp_path, monkeypatch):
+    """Each loss, and each step of a model, beside itself with all rows."""
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    loss, step = {"pattern": "prefix"}, {"preset": "tiny", "batch": 2, "length": 64}
+    _write(
+        tmp_path,
+        "h200",
+        "nothing-ignored",
+        {"provider": "ours dense", **loss, "ms": 20.0, "idle_ms": 40.0},
+        {"provider": "ours C=auto", **loss, "ms": 20.1, "idle_ms": 39.6},
+        {"provider": "ours C=auto", **step, "ms": 9.0, "idle_ms": 9.0},
+        {"provider": "ours dense", **step, "ms": 10.0, "idle_ms": 8.0},
+    )
+    assert report.table("nothing ignored").splitlines()[2:] == [
+        "| the loss alone, labels of `prefix` | 20.10 ms | 20.00 ms | 1.005 | 0.990 |",
+        "| a step of tiny, 2 x 64 tokens | 9.00 ms | 10.00 ms | 0.900 | 1.125 |",
+    ]
+
+
 def test_chunk_curve(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     line = {"H": 2, "V": 4, "dtype": "bfloat16", "peak_plus_mib": 3.0}
