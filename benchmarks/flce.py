@@ -16,8 +16,8 @@ memory are taken; gradients_mib is the part of peak_plus_mib that dh and dweight
 or runs out of memory is a line that says so.
 
 Presets: readme, the shapes of README's tables; writeups, those of three public write-ups (native and liger at one shape
-in three dtypes; 262144 and 128256 classes at 8192 and 32768 rows with 256 and 1024 rows a chunk); peers, everything
-that can be installed, at six shapes; cpu, three shapes that a laptop can do.
+in three dtypes; 262144 and 128256 classes at 8192 and 32768 rows with 256 and 1024 rows a chunk, and with a cap of 256
+rows' bytes); peers, everything that can be installed, at six shapes; cpu, three shapes that a laptop can do.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ PRESETS = {  # providers, shapes
     ),
     "writeups": (
         "floor,eager,compile,native,liger,ours",
-        "16384x4096x32000 16384x4096x32000:float16 16384x4096x32000:float32 8192x5376x262144@C=256+C=1024 "
-        "32768x5376x262144@C=256+C=1024 8192x4096x128256@C=256+C=1024 32768x4096x128256@C=256+C=1024",
+        "16384x4096x32000 16384x4096x32000:float16 16384x4096x32000:float32 "
+        "8192x5376x262144@C=256+C=256:param+slab=128+C=1024 32768x5376x262144@C=256+C=256:param+slab=128+C=1024 "
+        "8192x4096x128256@C=256+C=256:param+slab=64+C=1024 32768x4096x128256@C=256+C=256:param+slab=64+C=1024",
     ),
     "peers": (
         _ALL,
