@@ -182,6 +182,9 @@ _COLUMNS = {
     "ours tuned": "tuned",
     "ours dense": "all rows",
     "ours C=256": "256 rows",
+    "ours C=256 param": '256 rows, `accum_dtype="param"`',
+    "ours slab64": "cap of 64 MiB",
+    "ours slab128": "cap of 128 MiB",
     "ours C=1024": "1024 rows",
 }
 
