@@ -106,12 +106,8 @@ def default_rows(V: int, dtype: torch.dtype, facts: Card, max_slab_bytes: int | 
 
 def share(rows: int, dtype: torch.dtype, facts: Card) -> float:
     """Time that reading and writing dweight takes in the loop, relative to its products' at `rows` rows a chunk."""
-    return dtype.itemsize * flops(dtype, facts) / (3 * facts.bandwidth * rows)
-
-
-def flops(dtype: torch.dtype, facts: Card) -> float:
-    """flop/s of products of this dtype."""
-    return facts.flops16 if dtype.itemsize == 2 else facts.flops32
+    flops = facts.flops16 if dtype.itemsize == 2 else facts.flops32
+    return dtype.itemsize * flops / (3 * facts.bandwidth * rows)
 
 
 def statistics_first(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -129,10 +125,10 @@ def delay(head: float, before: float, rows: int, N: int, dtype: torch.dtype, fac
     the latter the host catches up; what it launches after that comes HOST later, and each further chunk, too, if the
     device does a chunk faster.
     """
-    speed = flops(dtype, facts)
+    flops = facts.flops16 if dtype.itemsize == 2 else facts.flops32
     chunks = max(1, math.ceil(N / rows))
-    late = HOST + (chunks - 1) * max(0.0, HOST - head / speed / chunks) - before / speed
-    return max(0.0, late) / max(head / speed, 1e-9)
+    late = HOST + (chunks - 1) * max(0.0, HOST - head / flops / chunks) - before / flops
+    return max(0.0, late) / max(head / flops, 1e-9)
 
 
 def candidates(

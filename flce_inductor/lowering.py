@@ -298,9 +298,6 @@ class _Loop(NamedTuple):
         return one + (self.steps - 1) * max(0.0, timed - one) / (min(self.timed, self.steps) - 1 or 1)
 
 
-_LOAD = 0.02  # s
-
-
 class _Benchmark:
     """Times candidates over operands of its own: random, with labels that are valid."""
 
@@ -308,22 +305,21 @@ class _Benchmark:
         self.problem = p = problem
         torch.manual_seed(0)
 
-        self.h = self.normal(p.N, p.H, dtype=p.dtype)
-        self.weight = self.normal(p.V, p.H, dtype=p.weight_dtype).mul_(p.H**-0.5)
+        def normal(*shape, dtype):
+            return torch.randn(shape, dtype=dtype, device=p.device)
+
+        self.h = normal(p.N, p.H, dtype=p.dtype)
+        self.weight = normal(p.V, p.H, dtype=p.weight_dtype).mul_(p.H**-0.5)
         self.target = torch.randint(p.V, (p.N,), device=p.device)
-        self.bias = self.normal(p.V, dtype=p.weight_dtype) if p.bias else None
+        self.bias = normal(p.V, dtype=p.weight_dtype) if p.bias else None
         stats = runtime.stat_dtype(p.dtype)
         self.class_weight = torch.ones(p.V, dtype=stats, device=p.device) if p.class_weight else None
         self.g = torch.full((p.N,), 1 / p.N, dtype=stats, device=p.device)
 
-    def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=self.problem.device)
-
     def __call__(self, candidates: list[Candidate], rounds: int = 3) -> dict[Candidate, float]:
         """Seconds that each takes for all N rows, from medians over rounds.
 
-        In a round all take their turn, each after the same load, as a card's clock depends on what it did before.
-        Another round warms up.
+        In a round all take their turn, as a card's clock depends on what it did before. Another round warms up.
         """
         loops = {c: self.loops(c) for c in candidates}
         works = {c: [loop.work(n) for loop in loops[c] for n in (1, loop.timed)] for c in candidates}
@@ -331,23 +327,12 @@ class _Benchmark:
         for _ in range(1 + rounds):
             for c in candidates:
                 for times, work in zip(taken[c], works[c], strict=True):
-                    self.load()
                     times.append(_seconds(work, self.problem.device))
         found = {}
         for c in candidates:
             medians = [statistics.median(times[1:]) for times in taken[c]]
             found[c] = sum(map(_Loop.seconds, loops[c], medians[::2], medians[1::2]))
         return found
-
-    def load(self) -> None:
-        """Products that keep a card busy for _LOAD, as a model does in front of its loss."""
-        p = self.problem
-        if p.device.type != "cuda":
-            return
-        x = self.normal(4096, 4096, dtype=p.dtype)
-        out = torch.empty_like(x)
-        for _ in range(math.ceil(_LOAD * chunking.flops(p.dtype, chunking.card(p.device)) / (2 * len(x) ** 3))):
-            torch.mm(x, x, out=out)
 
     def loops(self, candidate: Candidate) -> list[_Loop]:
         """What to time: chunks, or the statistics of chunks and then blocks of columns."""
