@@ -18,6 +18,7 @@ import torch
 
 from . import _compat, config
 from .after_import import after_import
+from .explain import compilation
 
 
 @functools.cache
@@ -173,6 +174,7 @@ def tracing_backend(gm, example_inputs):
 class Traced(NamedTuple):
     """A graph that Dynamo made."""
 
+    attempt: int  # how often Dynamo had started it anew
     enabled: bool  # whether the rewrite is, for this graph by itself
     fused: int  # its calls of linear_cross_entropy, which need no rewrite
 
@@ -196,7 +198,12 @@ def tracing() -> Iterator[dict[Any, Traced]]:
         if config_patches is None:  # called by itself
             return original(gm, example_inputs, _run_eagerly, **rest)
         enabled = config_patches.get(f"{config.PREFIX}.enable", config.current().enable)
-        graphs[torch._guards.CompileContext.current_compile_id()] = Traced(enabled, _fused(gm))
+        graph, attempt = compilation()
+        found = Traced(attempt, enabled, _fused(gm))
+        before = graphs.get(graph)
+        if before is not None and before.attempt == attempt:  # another piece of it, as DDP cuts graphs
+            found = Traced(attempt, before.enabled and enabled, before.fused + found.fused)
+        graphs[graph] = found
         patches = {**_enabled(config_patches), "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 

@@ -172,7 +172,8 @@ def count(key: str) -> None:
     counters["inductor"][key] += 1
 
 
-_OWN = os.path.dirname(torch.__file__) + os.sep
+# what isn't the user's code, though it shows in its frames
+_OWN = (os.path.dirname(torch.__file__) + os.sep, os.path.join(os.path.dirname(__file__), "functional.py"))
 
 
 def frames(node: torch.fx.Node) -> list[tuple[str, str, str]]:
@@ -181,7 +182,7 @@ def frames(node: torch.fx.Node) -> list[tuple[str, str, str]]:
 
 
 def where(node: torch.fx.Node) -> str:
-    """The user's file:line of a node: the innermost frame of its stack that isn't torch's own."""
+    """The user's file:line of a node: the innermost frame of its stack that isn't torch's or ours."""
     all_frames = frames(node)
     outside = [frame for frame in all_frames if not frame[0].startswith(_OWN)]
     return ":".join((outside or all_frames or [("unknown place", "0", "")])[-1][:2])
@@ -224,7 +225,7 @@ def _short(text: str) -> str:
     return ": ".join([text.strip().partition("\n")[0], *(explained.groups() if explained else ())])
 
 
-def _attempt() -> tuple[Any, int]:
+def compilation() -> tuple[Any, int]:
     """Dynamo's identifier of the compilation under way, and how often Dynamo started it anew."""
     trace = torch._guards.CompileContext.current_trace_id()
     return (None, 0) if trace is None else (trace.compile_id, trace.attempt)
@@ -250,7 +251,7 @@ class Site:
     skips: bool | None = None  # whether ignored rows cost nothing; None: nobody asked
     skip_reason: Reason | None = None
     returns_nan: bool = False  # logits that the function returns are NaN, as unused_logits="nan" asks
-    attempt: tuple[Any, int] = dataclasses.field(default_factory=_attempt, repr=False)
+    attempt: tuple[Any, int] = dataclasses.field(default_factory=compilation, repr=False)
     frames: list[tuple[str, str, str]] = dataclasses.field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -264,7 +265,10 @@ class Site:
             mib = self.logits_bytes / 2**20
             size = f"{mib:.0f} MiB" if mib >= 1 else f"{self.logits_bytes} bytes"
         lines.append(f"    N={self.N} H={self.H} V={self.V} {self.dtype}, {self.chunk_size} rows a chunk")
-        lines.append(f"    {size} of logits never exist")
+        if self.N.isdigit() and self.chunk_size is not None and self.chunk_size >= int(self.N):
+            lines.append(f"    {size} of logits exist: all rows are one chunk, whose gradient takes its place")
+        else:
+            lines.append(f"    {size} of logits never exist")
         if self.returns_nan:
             lines.append('    the logits that the function returns are NaN (flce_inductor.unused_logits="nan")')
         if self.one_pass:
@@ -412,8 +416,6 @@ class Report(list[Site]):
         if self.fused:
             calls = "call" if self.fused == 1 else "calls"
             lines.append(f"    {self.fused} {calls} of linear_cross_entropy, fused with the rewrite on or off")
-        if rewritten == len(self) and (self or self.fused):
-            return "\n".join(lines)
         if self.parts:
             lines.append(
                 "    only parts of the function are compiled; explain(torch.compile(function), ...) is about all of it"
@@ -469,8 +471,7 @@ def explain(fn: Callable, *args, **kwargs) -> Report:
 
     Returns: a printable list of sites: the user's file and line; rewritten or the reason why not and what to change;
     N, H, V and dtype of the head; rows a chunk; bytes of logits avoided; whether the gradients are computed in one
-    pass. Calls of linear_cross_entropy are counted. Where something isn't rewritten, also the number of graphs and
-    Dynamo's graph breaks.
+    pass. Then how many calls of linear_cross_entropy the graphs hold, and Dynamo's graph breaks.
     """
     from torch._dynamo.utils import counters, graph_break_reasons
 

@@ -235,6 +235,9 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(input.device.type) and input.dtype != torch.float64:
         input = input.to(torch.get_autocast_dtype(input.device.type))
     if isinstance(logit_scale, Tensor):
+        if logit_scale.numel() != 1:
+            raise ValueError(f"linear_cross_entropy: logit_scale is one number, not a tensor {list(logit_scale.shape)}")
+        logit_scale = logit_scale.reshape(())
         input = (input * logit_scale).to(input.dtype)
         if linear_bias is not None:
             factor = logit_scale if shard is None else parallel.summed_gradient(logit_scale, shard)
@@ -296,6 +299,8 @@ def cross_entropy(
     in_place_backward: bool = False,
 ) -> Tensor:
     """cross_entropy over logits that exist anyway: one pass over them forward, one backward.
+
+    In compiled code it runs between two graphs (and fails with fullgraph=True).
 
     The arguments mean what they mean for linear_cross_entropy, but for:
 

@@ -33,7 +33,7 @@ class Loss:
         two terms by the sum of w, the last by the number of labels that count.
         """
         valid = torch.ne(target, self.ignore_index)
-        weight = None
+        weight = uniform = None
         if class_weight is not None:
             label = torch.where(valid, target, 0)
             weight = torch.where(valid, class_weight[label].to(nll.dtype), 0.0)
@@ -41,14 +41,19 @@ class Loss:
         if self.label_smoothing:
             total = V if class_weight is None else class_weight.to(nll.dtype).sum()
             uniform = torch.where(valid, total * lse - zsum, 0.0)
-            loss = (1 - self.label_smoothing) * loss + (self.label_smoothing / V) * uniform
+            loss, uniform = (1 - self.label_smoothing) * loss, (self.label_smoothing / V) * uniform
+            if weight is None or self.reduction != "mean":
+                loss, uniform = loss + uniform, None
         z_term = torch.where(valid, self.z_loss * torch.square(lse), 0.0) if self.z_loss else None
         if self.reduction == "none":
             return loss if z_term is None else loss + z_term
         loss, z_term = torch.sum(loss), None if z_term is None else torch.sum(z_term)
         if self.reduction == "mean":
             count = torch.sum(valid)
-            loss = torch.div(loss, count if weight is None else torch.sum(weight))
+            weights = count if weight is None else torch.sum(weight)
+            loss = torch.div(loss, weights)
+            if uniform is not None:  # apart, as the weights of the labels may sum to 0: 0 / 0 is NaN, 1 / 0 isn't
+                loss = loss + torch.div(torch.sum(uniform), weights)
             z_term = None if z_term is None else torch.div(z_term, count)
         return loss if z_term is None else loss + z_term
 

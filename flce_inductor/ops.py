@@ -71,7 +71,7 @@ def _op(name: str, schema: str):
 def _fake(name: str):
     def register(function):
         # register_fake asks inspect whose call this is, which else looks at every module: a third of our import's time
-        inspect.modulesbyfile[__file__] = __name__
+        vars(inspect).get("modulesbyfile", {})[__file__] = __name__
         return torch.library.register_fake(f"flce_inductor::{name}", function, lib=_LIBRARY)
 
     return register

@@ -341,7 +341,7 @@ def count_rows(target: Tensor, ignore_index: int) -> Tensor:
     count = (target != ignore_index).sum().view(1)
     if target.device.type != "cuda":
         return count.cpu()
-    here = torch.empty(1, dtype=torch.int64, pin_memory=True)
+    here = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
     here.copy_(count, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(target.device))

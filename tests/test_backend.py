@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
+from util import fresh
 
 import flce_inductor
 from flce_inductor import _compat, backend
@@ -231,6 +232,30 @@ def test_explain_says_why_not():
     assert site.reason is flce_inductor.Reason.TOO_SMALL
     assert "min_logits_bytes" in str(site)
     assert not flce_inductor.explain(lambda x: x + 1, torch.ones(3))
+
+
+@pytest.mark.parametrize("hooks", ["checkpoint", "numpy"])
+def test_compiled_under_hooks_of_the_user(hooks):
+    """An eager checkpoint counts what autograd saves, another hook reads it: the rewrite's examples are none of it."""
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.utils.checkpoint import checkpoint
+
+    def fn(h, w):
+        return F.cross_entropy(torch.tanh(h @ w.T), t, u, label_smoothing=0.1)
+
+    torch.manual_seed(0)
+    h, w = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (11, 160))
+    t, u = torch.randint(160, (11,)), torch.rand(160, dtype=torch.float64)
+    with fresh():
+        compiled = torch.compile(fn, backend=backend.tracing_backend)  # without caches
+        if hooks == "checkpoint":
+            loss = checkpoint(compiled, h, w, use_reentrant=False)
+        else:
+            with saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.from_numpy):
+                loss = compiled(h, w)
+        got = torch.autograd.grad(loss, (h, w))
+        assert counters["inductor"]["flce_rewritten"] >= 1
+    torch.testing.assert_close((loss, *got), (want := fn(h, w), *torch.autograd.grad(want, (h, w))))
 
 
 def test_uuid_changes_with_sources(monkeypatch, tmp_path):

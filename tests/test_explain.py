@@ -172,6 +172,65 @@ def test_calls_of_the_explicit_function():
         )
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
+def test_calls_in_graphs_that_ddp_cuts(tmp_path):
+    """Its pieces are compiled one after the other, as parts of one graph."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # 1.4 MB each
+
+        def forward(self, h, w, t):
+            first = flce_inductor.linear_cross_entropy(h, w, t)
+            return F.cross_entropy(self.layers(h) @ w.T, t) + first
+
+    h, w, t = torch.randn(12, 600), torch.randn(140, 600), torch.randint(140, (12,))
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1)
+        with fresh():
+            report = flce_inductor.explain(torch.compile(model, backend="flce_inductor"), h, w, t)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "DDPOptimizer" in str(report)
+    assert [site.reason for site in report] == [None] and report.fused == 1
+
+
+def test_what_is_rewritten_hides_no_graph_break():
+    """There may be a loss behind it that explain can't see."""
+    apart = torch.compiler.disable(lambda y, t: F.cross_entropy(y, t))
+
+    def explicit(h, w, t):
+        return flce_inductor.linear_cross_entropy(h, w, t) + apart(h @ w.T, t)
+
+    def rewritten(h, w, t):
+        return F.cross_entropy(h @ w.T, t) + apart(h @ w.T, t)
+
+    for fn in (explicit, rewritten):
+        with fresh():
+            report = flce_inductor.explain(fn, *data())
+        assert all(site.reason is None for site in report) and len(report.breaks) == 1
+        assert "graph breaks (2 compiled graphs)" in str(report) and report.breaks[0] in str(report)
+
+
+def test_a_graph_break_of_ours_is_told_where_the_user_called():
+    def fn(h, w, t):
+        return flce_inductor.cross_entropy(h @ w.T, t)
+
+    with fresh():
+        report = flce_inductor.explain(fn, *data())
+    assert report.breaks[0].startswith(line_of(fn, "return")) and "runs its kernel eagerly" in report.breaks[0]
+
+
+def test_logits_of_one_chunk_exist():
+    for chunk_size, says in ((6, "exist: all rows are one chunk"), (5, "never exist")):
+        with fresh(chunk_size=chunk_size):
+            report = flce_inductor.explain(lambda h, w, t: F.cross_entropy(h @ w.T, t), *data(rows=6))
+        assert f"{6 * V * 4} bytes of logits {says}" in str(report)
+
+
 def mesh():
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

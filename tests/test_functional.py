@@ -555,6 +555,7 @@ WRONG_ARGUMENTS_LINEAR = [
     ({"chunk_size": 1.0}, ValueError, "chunk_size=1.0"),
     ({"accum_dtype": "bf16"}, ValueError, "accum_dtype='bf16'.*'param'"),
     ({"accum_dtype": torch.float32}, ValueError, "accum_dtype=torch.float32.*'param'"),
+    ({"logit_scale": torch.ones(8)}, ValueError, r"logit_scale is one number, not a tensor \[8\]"),
 ]
 
 

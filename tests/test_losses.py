@@ -67,6 +67,16 @@ def test_equals_cross_entropy(loss, weighted):
         same(g, w)
 
 
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda x: f"{x.reduction}{x.ignore_index}-{x.label_smoothing}-{x.z_loss}")
+def test_weights_of_the_labels_that_sum_to_0(loss):
+    """A mean is NaN then, with label smoothing, too, whose other term would be infinite."""
+    logits, target, u = problem(ignore_index=loss.ignore_index)
+    target[target != loss.ignore_index] = 1
+    got, want = ours(loss, logits, target, u), theirs(loss, logits, target, u)
+    same(got, want)
+    assert want.isnan().all() == (loss.reduction == "mean")
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "loss",
