@@ -234,7 +234,7 @@ def test_explain_says_why_not():
     assert not flce_inductor.explain(lambda x: x + 1, torch.ones(3))
 
 
-@pytest.mark.parametrize("hooks", ["checkpoint", "numpy"])
+@pytest.mark.parametrize("hooks", ["checkpoint", "numpy", "forbidden"])
 def test_compiled_under_hooks_of_the_user(hooks):
     """An eager checkpoint counts what autograd saves, another hook reads it: the rewrite's examples are none of it."""
     from torch.autograd.graph import saved_tensors_hooks
@@ -250,6 +250,9 @@ def test_compiled_under_hooks_of_the_user(hooks):
         compiled = torch.compile(fn, backend=backend.tracing_backend)  # without caches
         if hooks == "checkpoint":
             loss = checkpoint(compiled, h, w, use_reentrant=False)
+        elif hooks == "forbidden":
+            with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+                loss = compiled(h, w)
         else:
             with saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.from_numpy):
                 loss = compiled(h, w)

@@ -351,8 +351,11 @@ def insert(before: Node, source: Node, target: Callable[..., Any] | str, *args: 
     return node
 
 
-def _same(x: Any) -> Any:
-    return x
+def _unhooked() -> contextlib.AbstractContextManager:
+    """While open, the user's saved-tensor hooks (an eager checkpoint's, say) don't see what autograd saves here."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # there are none, and can't be
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _set_example(node: Node, source: Node) -> None:
@@ -360,8 +363,6 @@ def _set_example(node: Node, source: Node) -> None:
     target = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: examples.append(n.meta["example_value"]) or examples[-1])
     fake = next((x.fake_mode for x in tree_leaves(examples) if isinstance(x, FakeTensor)), contextlib.nullcontext())
-    # what autograd saves of an example is no business of hooks that the user has open (an eager checkpoint, offloading)
-    unhooked = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-    with fake, unhooked:  # fake: scalars become tensors of that mode, too
+    with fake, _unhooked():  # scalars become tensors of that mode, too
         node.meta["example_value"] = target(*args, **kwargs)
     node.meta["stack_trace"] = source.meta.get("stack_trace")
