@@ -235,7 +235,7 @@ def nothing_ignored(lines: list[dict]) -> str:
 
 def _labels(line: dict) -> str:
     if "pattern" in line:
-        return "the loss alone, labels of {pattern!r}".format(**line).replace("'", "`")
+        return "the loss alone, labels of `{pattern}`".format(**line)
     return "a step of {preset}, {batch} x {length} tokens".format(**line)
 
 

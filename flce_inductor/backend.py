@@ -199,11 +199,10 @@ def tracing() -> Iterator[dict[Any, Traced]]:
             return original(gm, example_inputs, _run_eagerly, **rest)
         enabled = config_patches.get(f"{config.PREFIX}.enable", config.current().enable)
         graph, attempt = compilation()
-        found = Traced(attempt, enabled, _fused(gm))
-        before = graphs.get(graph)
-        if before is not None and before.attempt == attempt:  # another piece of it, as DDP cuts graphs
-            found = Traced(attempt, before.enabled and enabled, before.fused + found.fused)
-        graphs[graph] = found
+        before = graphs.get(graph)  # of this attempt another piece, as DDP cuts graphs
+        if before is None or before.attempt != attempt:
+            before = Traced(attempt, True, 0)
+        graphs[graph] = Traced(attempt, before.enabled and enabled, before.fused + _fused(gm))
         patches = {**_enabled(config_patches), "force_disable_caches": True}
         return original(gm, example_inputs, _run_eagerly, config_patches=patches, **rest)
 

@@ -414,8 +414,8 @@ class Report(list[Site]):
                 "torch._inductor.config.flce_inductor.enable = True"
             )
         if self.fused:
-            calls = "call" if self.fused == 1 else "calls"
-            lines.append(f"    {self.fused} {calls} of linear_cross_entropy, fused with the rewrite on or off")
+            calls = f"{self.fused} call{'s' * (self.fused != 1)}"
+            lines.append(f"    {calls} of linear_cross_entropy, fused with the rewrite on or off")
         if self.parts:
             lines.append(
                 "    only parts of the function are compiled; explain(torch.compile(function), ...) is about all of it"
